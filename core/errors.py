@@ -1,0 +1,150 @@
+"""One tree of errors. A class's docstring is its default message and says what to do next.
+
+    ForebayError                     500  server_error
+    ├── BadRequest                   400  invalid_request_error
+    │   ├── ContextTooLong           400    context_length_exceeded
+    │   └── BodyTooLarge             413    request_too_large
+    ├── Unauthenticated              401    invalid_api_key
+    ├── NotAllowed                   403  permission_error
+    ├── NotFound                     404    not_found
+    │   └── UnknownModel             404    model_not_found
+    ├── WrongMethod                  405    method_not_allowed
+    ├── UpgradeNeeded                426    upgrade_required
+    ├── LimitReached                 429  requests / rate_limit_exceeded       retry after …
+    ├── Unavailable                  503    overloaded                         retry after …
+    │   ├── StoreDown                503    store_unavailable
+    │   ├── AccountsDown             503    accounts_unavailable
+    │   └── Draining                 503    draining
+    └── RequestFailed                500    generation_failed
+        └── WorkerLost               500    worker_lost
+
+`status` is the HTTP status; `type` and `code` are OpenAI's; `retry` is what `x-should-retry` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+
+class ForebayError(Exception):
+    """Something went wrong on our side. Please retry; if it persists, quote the request id to your operator."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+    retry: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        self.message = message or inspect.cleandoc(self.__doc__ or "")
+        self.param = param
+        self.error_code = code or self.code
+        self.retry_after_ms = retry_after_ms
+        super().__init__(self.message)
+
+    def envelope(self) -> dict[str, Any]:
+        """The OpenAI error object: always these four keys, `code` a string or null."""
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.error_code}
+
+
+class BadRequest(ForebayError):
+    """The request is not valid."""
+
+    status, type, code, retry = 400, "invalid_request_error", "invalid_value", False
+
+
+class ContextTooLong(BadRequest):
+    """The prompt is longer than the model's context. Shorten it."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(BadRequest):
+    """The request body is too large."""
+
+    status, code = 413, "request_too_large"
+
+
+class Unauthenticated(ForebayError):
+    """The API key is missing or not valid. Send it as `Authorization: Bearer fb_…`."""
+
+    status, type, code, retry = 401, "invalid_request_error", "invalid_api_key", False
+
+
+class NotAllowed(ForebayError):
+    """This API key may not do that."""
+
+    status, type, code, retry = 403, "permission_error", "not_allowed", False
+
+
+class NotFound(ForebayError):
+    """There is nothing at this address. The API lives under /v1."""
+
+    status, type, code, retry = 404, "invalid_request_error", "not_found", False
+
+
+class UnknownModel(NotFound):
+    """There is no such model. `GET /v1/models` lists those that this key may use."""
+
+    code = "model_not_found"
+
+
+class WrongMethod(ForebayError):
+    """This address does not answer to that HTTP method."""
+
+    status, type, code, retry = 405, "invalid_request_error", "method_not_allowed", False
+
+
+class UpgradeNeeded(ForebayError):
+    """This address speaks WebSocket (version 13)."""
+
+    status, type, code, retry = 426, "invalid_request_error", "upgrade_required", False
+
+
+class LimitReached(ForebayError):
+    """A limit of this API key is reached. Retry after the time given in `retry-after`."""
+
+    status, type, code, retry = 429, "requests", "rate_limit_exceeded", True
+
+
+class Unavailable(ForebayError):
+    """The platform cannot take this request now. Retry shortly."""
+
+    status, type, code, retry = 503, "server_error", "overloaded", True
+
+
+class StoreDown(Unavailable):
+    """The queue cannot be reached. Nothing was accepted; retry shortly."""
+
+    code = "store_unavailable"
+
+
+class AccountsDown(Unavailable):
+    """This key was not seen lately and the account database cannot be reached. Retry shortly."""
+
+    code = "accounts_unavailable"
+
+
+class Draining(Unavailable):
+    """This gateway is shutting down. Retry: another one takes the request."""
+
+    code = "draining"
+
+
+class RequestFailed(ForebayError):
+    """The generation failed. You are not charged for it; please retry."""
+
+    code = "generation_failed"
+
+
+class WorkerLost(RequestFailed):
+    """The worker died in the middle of a sampled answer, which cannot be continued. Please retry."""
+
+    code = "worker_lost"

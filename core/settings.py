@@ -1,0 +1,83 @@
+"""The environment, read once per process, strictly: every fault is reported at once, and an unknown FOREBAY_ name is one.
+
+Entry points call `read(os.environ)` and hand the frozen result on; nothing else looks at the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class BadSettings(Exception):
+    """The environment is not valid."""
+
+
+class Settings(BaseModel):
+    """What a process is told from outside. Field names are the variable names in lower case, without FOREBAY_."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    redis_url: str = ""  #: empty: only valid for `forebay up`, which starts a store of its own
+    database_url: str = ""  #: the same; GPU workers never have it
+    data: Path = Path(".forebay")  #: models, secrets, and the embedded stores
+    port: int = Field(8000, ge=0, le=65535)  #: 0: a free one
+    bind: str = "127.0.0.1"
+    engine: Literal["vllm", "timed", "scripted"] = "vllm"
+    catalog: Path | None = None  #: a TOML file; none: the one that ships with Forebay
+    models: str = ""  #: comma-separated: serve only these of the catalogue; empty: all
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    web_processes: int = Field(1, ge=1, le=64)
+    lease_ms: int = Field(0, ge=0, le=120_000)  #: 0: 3 s on a GPU; 10 s on the CPU, whose busy cores starve the loop
+    drain_s: float = Field(30.0, ge=0, le=3600)  #: how long running requests may go on after SIGTERM
+    buffer_s: float = Field(20.0, ge=1, le=600)  #: how long a worker keeps tokens for a store that is away
+    host_id: str = ""  #: this machine's name in the fleet; empty: its hostname
+    tick_ms: int = Field(1000, ge=50, le=60_000)  #: how often the scaler looks
+    workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing
+    pepper: str = ""  #: secret that API keys are hashed with; empty: `secrets/pepper` in the data folder
+    salt: str = ""  #: secret that cache salts are derived from; empty: `secrets/salt` in the data folder
+    metrics_port: int = Field(0, ge=0, le=65535)  #: 0: no metrics listener beside the gateway's own
+    supervised: bool = False  #: set by our supervisor: end when it is gone
+
+    @property
+    def worker_lease_ms(self) -> int:
+        return self.lease_ms or (10_000 if self.engine == "vllm" else 3_000)
+
+    @property
+    def beat_ms(self) -> int:
+        """A beat is missed twice before the lease runs out."""
+        return self.worker_lease_ms // 3 if self.worker_lease_ms < 6_000 else self.worker_lease_ms // 5
+
+    @property
+    def secrets(self) -> Path:
+        return self.data / "secrets"
+
+
+_PLAIN = {"redis_url": "REDIS_URL", "database_url": "DATABASE_URL"}
+
+
+def variable(field: str) -> str:
+    """The environment variable of a field."""
+    return _PLAIN.get(field, "FOREBAY_" + field.upper())
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Read the environment.
+
+    Raises:
+      BadSettings: with one line for every fault.
+    """
+    fields = {variable(name): name for name in Settings.model_fields}
+    faults = [f"{name}: no such setting" for name in environ if name.startswith("FOREBAY_") and name not in fields]
+    found = {fields[name]: value for name, value in environ.items() if name in fields and value != ""}
+    try:
+        settings = Settings.model_validate(found)
+    except ValidationError as e:
+        faults += [f"{variable(str(fault['loc'][0]))}: {fault['msg']}" for fault in e.errors()]
+        raise BadSettings("\n".join(faults)) from None
+    if faults:
+        raise BadSettings("\n".join(faults))
+    return settings

