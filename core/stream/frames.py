@@ -1,0 +1,55 @@
+"""The frame codec: what one engine step sends to one gateway. Pure.
+
+    Frame   msgpack map   {v, worker, deltas: [Delta], endings: [Ending]}
+    Delta   msgpack array [id, attempt, offset, tokens, text, kind, cut]
+
+A worker's frames carry deltas; `finish` (tasks/lua/endings.lua) sends frames that carry endings. A Delta is an array,
+since there is one for every token streamed; new fields go at its end, with a default, and old readers skip them.
+`offset` is the index of the delta's first token in the request's output, so whoever reads knows what it misses.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.values import Ending
+
+VERSION = 1
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """One request's new piece."""
+
+    id: str
+    attempt: int
+    offset: int
+    tokens: tuple[int, ...]
+    text: str
+    kind: str = "text"  #: text | reasoning | tool_call
+    cut: str = ""  #: on an attempt's first delta: hash of the token ids before `offset`
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """The deltas of one step for one gateway, or endings."""
+
+    v: int = VERSION
+    worker: str = ""
+    deltas: tuple[Delta, ...] = ()
+    endings: tuple[Ending, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode(raw: bytes) -> Frame:
+    """Read a frame of this version or an older one.
+
+    Raises:
+      msgspec.DecodeError: it is no frame.
+    """
+    return _decoder.decode(raw)

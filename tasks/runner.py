@@ -1,0 +1,304 @@
+"""The asyncio worker: claims tasks, runs their actors on one loop, ends each exactly once.
+
+It keeps Dramatiq's messages, actors and middleware. A message's actor is awaited as a task of this loop, so hundreds
+of generations run at once without a thread each. Nothing is prefetched: a claim is made when there is room, and a
+claim costs a fraction of an engine step.
+
+Background tasks (claims, beats, control) are supervised: one that fails is logged, counted and started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import dramatiq
+from dramatiq.broker import MessageProxy
+from dramatiq.errors import ActorNotFound
+from dramatiq.message import Message
+from dramatiq.middleware import AsyncIO, ShutdownNotifications, SkipMessage, TimeLimit
+
+from core.redis import AWAY, AsyncStore, RedisError, command
+from core.telemetry import logs, metrics
+from core.values import Outcome, Usage
+from tasks.queue import Claim, Queue
+
+log = logs.get(__name__)
+
+#: Longest an idle worker sleeps without asking the queue; a lost wake-up costs at most this, seconds.
+IDLE_S = 2.0
+#: Pause after the store was away, seconds.
+PAUSE_S = 0.1
+#: Most claims in one exchange.
+CLAIM_MAX = 32
+
+
+@dataclass
+class Held:
+    """A claim in hand."""
+
+    claim: Claim
+    task: asyncio.Task[None] | None = None
+    usage: Usage = field(default_factory=Usage)  #: counted so far; what a cancelled request is billed for
+    let_go: str = ""  #: why its task was stopped: "cancelled", "fenced", "handed back"
+    finishing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What an actor says of the end of its task. Any other return value means completed."""
+
+    outcome: Outcome
+    usage: Usage = Usage()
+    message: str = ""
+
+
+class Runner:
+    """One worker's hold on one queue."""
+
+    def __init__(
+        self,
+        broker: dramatiq.Broker,
+        store: AsyncStore,
+        blocking: AsyncStore,
+        queue: Queue,
+        *,
+        worker: str,
+        lease_ms: int,
+        beat_ms: int,
+        room: Callable[[], int],
+    ) -> None:
+        """`blocking` is a client for the waits: its time-out must be longer than IDLE_S."""
+        unfit = [type(m).__name__ for m in broker.middleware if isinstance(m, TimeLimit | ShutdownNotifications | AsyncIO)]
+        if unfit:
+            raise ValueError(f"{', '.join(unfit)} work on threads; the runner has its own time limit and cancellation")
+        self.broker, self.store, self.blocking, self.queue = broker, store, blocking, queue
+        self.worker, self.lease_ms, self.beat_ms, self.room = worker, lease_ms, beat_ms, room
+        self.held: dict[str, Held] = {}
+        self.draining = asyncio.Event()
+        self._changed = asyncio.Event()  #: room may have appeared, or the last claim is gone
+        self._vouched = asyncio.Condition()  #: a beat has succeeded
+        self._vouched_s = float("-inf")
+        self._strays: set[str] = set()
+        self._background: list[asyncio.Task[None]] = []
+
+    # --- life
+
+    async def run(self) -> None:
+        """Work until `drain` is called and done."""
+        self.broker.emit_before("worker_boot", self)
+        await self._supervised_once(self._beat)
+        self._background = [asyncio.create_task(self._supervised(loop)) for loop in (self._claims, self._beats, self._control)]
+        self.broker.emit_after("worker_boot", self)
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def drain(self, limit_s: float) -> None:
+        """Claim nothing more; let what runs end for `limit_s`; hand the rest back; leave."""
+        self.broker.emit_before("worker_shutdown", self)
+        self.draining.set()
+        self._changed.set()
+        deadline = time.monotonic() + limit_s
+        while self.held and time.monotonic() < deadline:
+            await self._change(deadline - time.monotonic())
+        await self._hand_back(list(self.held.values()))
+        for task in self._background:
+            task.cancel()
+        await self._supervised_once(lambda: self.store.run(self.queue.part(self.worker)))
+        self.broker.emit_after("worker_shutdown", self)
+
+    async def _change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(timeout_s, 0))
+        except TimeoutError:
+            return
+
+    # --- claims
+
+    async def _claims(self) -> None:
+        nonce = ""
+        while not self.draining.is_set():
+            want = min(self.room(), CLAIM_MAX)
+            if want <= 0:
+                await self._change(IDLE_S)
+                continue
+            nonce = nonce or secrets.token_hex(8)
+            try:
+                claimed = await self.store.run(self.queue.claim(self.worker, want, lease_ms=self.lease_ms, nonce=nonce))
+            except AWAY:
+                await asyncio.sleep(PAUSE_S)  # the same nonce again: a lost reply is told once more
+                continue
+            nonce = ""
+            for claim in claimed.claims:
+                self._start(claim)
+            if not claimed.claims:
+                await self._sleep(claimed.due_ms)
+
+    async def _sleep(self, due_ms: int) -> None:
+        """Until there may be work. The marker carries nothing; losing it costs IDLE_S."""
+        wait_s = IDLE_S if due_ms < 0 else min(max(due_ms / 1000, 0.001), IDLE_S)
+        await self.blocking.run(command("BZPOPMIN", self.queue.wake_key, wait_s, reply=bool))
+
+    def _start(self, claim: Claim) -> None:
+        if claim.id in self.held:  # told again after a lost reply that was not lost
+            return
+        held = self.held[claim.id] = Held(claim)
+        held.task = asyncio.create_task(self._work(held))
+
+    # --- one task
+
+    async def _work(self, held: Held) -> None:
+        try:
+            with logs.bound(request_id=held.claim.id, attempt=held.claim.attempt):
+                finished = await self._perform(held)
+                if finished is not None:
+                    held.finishing = True
+                    await self._finish(held, finished)
+        finally:
+            self.held.pop(held.claim.id, None)
+            self._changed.set()
+
+    async def _perform(self, held: Held) -> Finished | None:
+        """Run the actor. None: the task is no longer ours to end."""
+        try:
+            message = MessageProxy(Message.decode(held.claim.message))
+            actor = self.broker.get_actor(message.actor_name)
+        except (dramatiq.DramatiqError, ActorNotFound, KeyError, TypeError, ValueError) as e:
+            log.error("task_unreadable", error=repr(e))
+            return Finished(outcome=Outcome.FAILED, message="its task cannot be read")
+        try:
+            return await self._process(message, actor)
+        except asyncio.CancelledError:
+            return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None
+        except Exception as e:  # an actor may raise anything; it is told, logged and ends the task
+            log.exception("task_failed", actor=message.actor_name)
+            return Finished(outcome=Outcome.FAILED, usage=held.usage, message=str(e) or type(e).__name__)
+
+    async def _process(self, message: MessageProxy, actor: Any) -> Finished:
+        """Dramatiq's life of a message: its hooks around the actor."""
+        try:
+            self.broker.emit_before("process_message", message)
+        except SkipMessage:
+            self.broker.emit_after("skip_message", message)
+            return Finished(outcome=Outcome.CANCELLED, message="skipped")
+        try:
+            limit_ms = message.options.get("time_limit") or actor.options.get("time_limit")
+            async with asyncio.timeout(limit_ms / 1000 if limit_ms else None):
+                result = await inspect.unwrap(actor.fn)(*message.args, **message.kwargs)
+        except BaseException as e:
+            message.stuff_exception(e)
+            self.broker.emit_after("process_message", message, exception=e)
+            raise
+        self.broker.emit_after("process_message", message, result=result)
+        return result if isinstance(result, Finished) else Finished(outcome=Outcome.COMPLETED)
+
+    async def _finish(self, held: Held, finished: Finished) -> None:
+        """Say that it ended, until the store has heard it or somebody else has the claim."""
+        call = self.queue.finish(self.worker, held.claim, finished.outcome, finished.usage, finished.message)
+        ours = await self._insist(lambda: self.store.run(call))
+        metrics.tasks_ended.labels(self.queue.model, finished.outcome if ours else "fenced").inc()
+        if not ours:
+            log.warning("finish_fenced")
+
+    async def _insist(self, exchange: Callable[[], Awaitable[Any]]) -> Any:
+        while True:
+            try:
+                return await exchange()
+            except AWAY:
+                await asyncio.sleep(PAUSE_S)
+
+    def let_go(self, request_id: str, why: str) -> None:
+        """Stop a task: "cancelled" ends it as cancelled, "fenced" and "handed back" leave the ending to others."""
+        held = self.held.get(request_id)
+        if held is None or held.finishing or held.let_go:
+            return
+        held.let_go = why
+        if why == "cancelled":
+            held.claim = replace(held.claim, cancelled=True)
+        if held.task is not None:
+            held.task.cancel()
+
+    async def _hand_back(self, held: list[Held]) -> None:
+        back = [one for one in held if not one.finishing and not one.let_go]
+        for one in back:
+            self.let_go(one.claim.id, "handed back")
+        tasks = [one.task for one in held if one.task]
+        if back:
+            log.info("handed_back", requests=len(back))
+            await self._insist(lambda: self.store.run(self.queue.hand_back(self.worker, [one.claim for one in back])))
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.lease_ms / 1000)
+
+    # --- lease
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(self.beat_ms / 1000)
+            await self._beat()
+
+    async def _beat(self) -> None:
+        """Renew the lease, and mend what differs between the queue's claims and ours."""
+        asked_s = time.monotonic()
+        before = {id_: held.claim.attempt for id_, held in self.held.items()}
+        claims = [held.claim for held in self.held.values()]
+        theirs = await self.store.run(self.queue.beat(self.worker, claims, lease_ms=self.lease_ms))
+        if theirs is not None:
+            await self._mend(before, theirs)
+        async with self._vouched:
+            self._vouched_s = asked_s
+            self._vouched.notify_all()
+
+    async def _mend(self, before: dict[str, int], theirs: dict[str, Claim]) -> None:
+        for id_, attempt in before.items():
+            if id_ not in theirs or theirs[id_].attempt != attempt:
+                self.let_go(id_, "fenced")
+            elif theirs[id_].cancelled:
+                self.let_go(id_, "cancelled")
+        # A claim that we do not know of twice in a row is nobody's: a claim in flight is known by the next beat.
+        strays = {id_ for id_ in theirs if id_ not in before and id_ not in self.held}
+        lost = [theirs[id_] for id_ in strays & self._strays]
+        self._strays = strays
+        if lost:
+            log.error("stray_claims", requests=len(lost))
+            await self.store.run(self.queue.hand_back(self.worker, lost))
+
+    async def vouched(self) -> None:
+        """Return when this worker's lease is surely its own: whatever it publishes then is not a dead attempt's."""
+        async with self._vouched:
+            await self._vouched.wait_for(lambda: time.monotonic() - self._vouched_s < self.lease_ms / 1000 * 0.8)
+
+    # --- control
+
+    async def _control(self) -> None:
+        """Cancels, as they come. One that is missed is learned from the next beat."""
+        pubsub = self.blocking.client.pubsub(ignore_subscribe_messages=True)
+        try:
+            await pubsub.subscribe(self.queue.worker_channel(self.worker))
+            while True:
+                message = await pubsub.get_message(timeout=IDLE_S)
+                if message is not None:
+                    self.let_go(message["data"].decode(), "cancelled")
+        finally:
+            await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    # --- supervision
+
+    async def _supervised(self, loop: Callable[[], Awaitable[None]]) -> None:
+        while not (self.draining.is_set() and loop == self._claims):
+            await self._supervised_once(loop)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _supervised_once(self, step: Callable[[], Awaitable[Any]]) -> None:
+        name = getattr(step, "__name__", "step")
+        try:
+            await step()
+        except (*AWAY, RedisError) as e:
+            log.warning("store_away", loop=name, error=repr(e))
+        except Exception:  # the outermost edge of a background loop: it must not die silently
+            log.exception("loop_failed", loop=name)
+            metrics.loops_failed.labels(name).inc()
