@@ -1,0 +1,116 @@
+"""Organisations and their projects.
+
+| table         | writer            | reader               | holds                                    |
+|---------------|-------------------|----------------------|------------------------------------------|
+| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency         |
+| projects      | ops (forebay org) | ops                  | what an organisation sorts its keys into |
+
+Rows are never deleted: usage names them. Nothing on a request's path reads these tables.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import uuid6
+
+from core.postgres import Connection, IntegrityError, text
+
+#: The project that each new organisation starts with.
+FIRST_PROJECT = "default"
+
+
+class TenantError(Exception):
+    """There is no such organisation or project, or its name is taken or not valid."""
+
+
+class Organisation(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    status: str
+    currency: str
+    created_at: datetime
+
+
+class Project(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    org_id: str
+    name: str
+    created_at: datetime
+
+
+_ORGANISATION = "id::text AS id, name, status, currency, created_at"
+_PROJECT = "id::text AS id, org_id::text AS org_id, name, created_at"
+
+
+def create_organisation(connection: Connection, name: str) -> Organisation:
+    """A new organisation with its first project."""
+    row = _insert(
+        connection,
+        f"INSERT INTO organisations (id, name) VALUES (:id, :name) RETURNING {_ORGANISATION}",
+        {"id": str(uuid6.uuid7()), "name": name},
+    )
+    organisation = Organisation(**row)
+    create_project(connection, org_id=organisation.id, name=FIRST_PROJECT)
+    return organisation
+
+
+def create_project(connection: Connection, *, org_id: str, name: str) -> Project:
+    row = _insert(
+        connection,
+        f"INSERT INTO projects (id, org_id, name) VALUES (:id, :org_id, :name) RETURNING {_PROJECT}",
+        {"id": str(uuid6.uuid7()), "org_id": org_id, "name": name},
+    )
+    return Project(**row)
+
+
+def organisations(connection: Connection) -> list[Organisation]:
+    """All of them, oldest first."""
+    rows = connection.execute(text(f"SELECT {_ORGANISATION} FROM organisations ORDER BY created_at, id")).mappings()
+    return [Organisation(**row) for row in rows]
+
+
+def projects(connection: Connection, org_id: str) -> list[Project]:
+    """An organisation's, oldest first."""
+    query = text(f"SELECT {_PROJECT} FROM projects WHERE org_id = CAST(:org_id AS uuid) ORDER BY created_at, id")
+    return [Project(**row) for row in connection.execute(query, {"org_id": org_id}).mappings()]
+
+
+def find_organisation(connection: Connection, wanted: str) -> Organisation:
+    """By id, or by a name that only one has.
+
+    Raises:
+      TenantError: there is none, or there are several.
+    """
+    query = text(f"SELECT {_ORGANISATION} FROM organisations WHERE id::text = :wanted OR name = :wanted")
+    found = connection.execute(query, {"wanted": wanted}).mappings().all()
+    if len(found) != 1:
+        raise TenantError(f"{len(found) or 'no'} organisations are called {wanted!r}; `forebay org list` shows ids")
+    return Organisation(**found[0])
+
+
+def find_project(connection: Connection, *, org_id: str, wanted: str) -> Project:
+    """By id or by name, inside one organisation.
+
+    Raises:
+      TenantError: there is none.
+    """
+    for project in projects(connection, org_id):
+        if wanted in (project.id, project.name):
+            return project
+    raise TenantError(f"the organisation has no project {wanted!r}")
+
+
+def _insert(connection: Connection, sql: str, values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with connection.begin_nested():
+            return dict(connection.execute(text(sql), values).mappings().one())
+    except IntegrityError as e:
+        raise TenantError(f"{values['name']!r}: {_fault(e)}") from e
+
+
+def _fault(e: IntegrityError) -> str:
+    faults = {"23505": "the name is taken", "23514": "a name has 1 to 200 characters"}
+    return faults.get(getattr(e.orig, "pgcode", ""), "there is no such organisation")

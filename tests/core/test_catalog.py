@@ -1,0 +1,76 @@
+"""The catalogue: what ships is valid, and a fault names its file and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core import catalog
+from core.catalog import BadCatalog, Catalog, Model
+
+ONE = '[models."m"]\ncontext_tokens = 2048\n'
+
+
+def loaded(folder: Path, text: str) -> Catalog:
+    path = folder / "models.toml"
+    path.write_text(text)
+    return catalog.load(path)
+
+
+def test_the_catalogue_that_ships_serves_the_local_model() -> None:
+    """Its weights are where the set-up puts them, and its canary has an answer."""
+    model = catalog.load()["smollm2-135m-instruct"]
+
+    assert model.name == "smollm2-135m-instruct"
+    assert model.weights_folder(Path("/data")) == Path("/data/models/smollm2-135m-instruct")
+    assert model.canary.answer == "The capital of France is Paris."
+
+
+def test_a_model_needs_only_its_context(tmp_path: Path) -> None:
+    found = loaded(tmp_path, ONE)
+
+    assert list(found) == ["m"]
+    assert found["m"] == Model(name="m", context_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("not toml", "models.toml"),
+        ('[models."m"]\n', "context_tokens"),
+        (ONE + "slotz = 1\n", "slotz"),
+        (ONE + "slots = 'many'\n", "slots"),
+        ('[models."{m}"]\ncontext_tokens = 9\n', "is not a model name"),
+        (ONE + "workers = { min = 2, max = 1 }\n", "min <= max"),
+        (ONE + "max_output_tokens = 2048\n", "smaller than context_tokens"),
+    ],
+)
+def test_a_fault_is_named(tmp_path: Path, text: str, fault: str) -> None:
+    """A braced name would be a Redis hash tag; an unknown field is a typing error."""
+    with pytest.raises(BadCatalog, match=fault) as caught:
+        loaded(tmp_path, text)
+
+    assert "models.toml" in str(caught.value)
+
+
+def test_a_catalogue_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadCatalog, match=r"nowhere\.toml"):
+        catalog.load(Path("/nowhere.toml"))
+
+
+def test_a_cut_keeps_what_it_names_and_refuses_what_is_not_there(tmp_path: Path) -> None:
+    found = loaded(tmp_path, ONE + ONE.replace('"m"', '"n"'))
+
+    assert list(found.only("")) == ["m", "n"]
+    assert list(found.only(" n ,")) == ["n"]
+    with pytest.raises(BadCatalog, match="FOREBAY_MODELS names x"):
+        found.only("m,x")
+
+
+def test_tokenizer_files_are_the_weights_own_unless_said_otherwise() -> None:
+    model = Model(context_tokens=10, weights="local:m")
+
+    assert model.tokenizer_folder(Path("/d")) == Path("/d/models/m")
+    assert Model(context_tokens=10, tokenizer="/t").tokenizer_folder(Path("/d")) == Path("/t")
+    assert Model(context_tokens=10, tokenizer="bytes").tokenizer_folder(Path("/d")) is None
