@@ -1,0 +1,487 @@
+"""Responses: bodies, events that the SDK understands, one numbering for all gateways, and WebSocket frames."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.responses_server_event import ResponsesServerEvent
+from pydantic import TypeAdapter
+
+from core.errors import BadRequest, Draining, ForebayError, LimitReached, WorkerLost
+from core.values import Class, Ending, Outcome, Usage
+from web.dialects import responses
+from web.dialects.draft import Message
+from web.dialects.responses import (
+    Cancel,
+    Create,
+    Refused,
+    ResponsesAnswer,
+    Steer,
+    error_frame,
+    parse_event,
+    steer_failed,
+)
+
+ID = "01939c1e-6f00-7abc-8def-0123456789ab"
+STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+SERVER_EVENT: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
+
+#: Every key of the specification's ResponseResource, all of them required (Open Responses, 2026-04-24).
+# fmt: off
+RESOURCE_KEYS = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "usage",
+    "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier",
+    "prompt_cache_key"
+}
+# fmt: on
+
+#: What Codex 0.171 sends, cut short.
+CODEX = {
+    "model": "m",
+    "instructions": "Be brief.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    ],
+    "tools": [{"type": "function", "name": "shell"}, {"type": "namespace", "name": "x"}, {"type": "web_search"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "session",
+    "client_metadata": {"a": "b"},
+}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "input": "hi", **fields}
+
+
+def refusal(asked: object) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        responses.parse(asked)
+    return caught.value
+
+
+def answering(**fields: Any) -> ResponsesAnswer:
+    return ResponsesAnswer(ID, responses.parse(body(**fields)), 1000)
+
+
+def ending(tokens: int, outcome: Outcome = Outcome.COMPLETED, **fields: Any) -> Ending:
+    usage = Usage(input_tokens=7, cached_tokens=4, output_tokens=tokens)
+    return Ending(id=ID, attempt=1, outcome=outcome, usage=usage, ended_ms=2_500_000, **fields)
+
+
+def streamed(answer: ResponsesAnswer, deltas: list[tuple[str, int]], end: Ending) -> list[dict[str, Any]]:
+    """A whole stream; each delta is its text and the offset it ends at."""
+    events = answer.created() + answer.queued(2, 1500) + answer.queued(1, None) + answer.in_progress()
+    for text, offset_end in deltas:
+        events += answer.text(text, offset_end)
+    return events + answer.ending(end)
+
+
+def types(events: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+# Bodies
+
+
+def test_a_string_is_one_user_message() -> None:
+    assert responses.parse(body()).messages == (Message("user", "hi"),)
+
+
+def test_instructions_come_first_and_developers_are_the_system() -> None:
+    draft = responses.parse(CODEX)
+
+    assert draft.messages == (Message("system", "Be brief."), Message("system", "rules"), Message("user", "hi"))
+    assert draft.stream
+
+
+def test_a_conversation_may_be_sent_back_as_it_was_received() -> None:
+    """Easy messages without id and status, our own output items, and reasoning, in one list (litellm#40378)."""
+    output = answering().whole("Hello", ending(1))["output"]
+
+    draft = responses.parse(
+        body(
+            input=[
+                {"role": "user", "content": "hi"},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+                *output,
+                {"role": "user", "content": [{"type": "input_text", "text": ""}, {"type": "text", "text": "again"}]},
+            ]
+        )
+    )
+
+    assert draft.messages == (Message("user", "hi"), Message("assistant", "Hello"), Message("user", "\nagain"))
+
+
+def test_null_is_unset_for_every_optional_field() -> None:
+    optional = set(responses._ResponsesBody.model_fields) - {"model", "input"} | set(responses._UNSERVED)
+
+    assert responses.parse(body(**dict.fromkeys(optional))) == responses.parse(body())
+
+
+def test_the_tier_decides_the_class_and_is_echoed_as_it_was_used() -> None:
+    assert responses.parse(body(service_tier="flex")).cls is Class.BULK
+    assert responses.parse(body(service_tier="flex")).echo["service_tier"] == "flex"
+    assert responses.parse(body(service_tier="auto")).echo["service_tier"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "boss", "content": "hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": "hi"}, {"type": "function_call_output"}]}, "input[1]"),
+        ({"input": [{"type": {"a": 1}}]}, "input[0]"),
+        ({"instructions": 5}, "instructions"),
+        ({"instructions": "\ud800"}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": "5"}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": "x"}, "text"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"tools": {}}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"reasoning": {"effort": 1}}, "reasoning.effort"),
+        ({"truncation": "maybe"}, "truncation"),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    error = refusal(body(**fields))
+
+    assert (error.status, error.param) == (400, param)
+    assert param in error.message and "_Item" not in error.message
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "allowed_tools", "mode": "auto", "tools": []}])
+def test_tools_that_need_not_be_used_are_left_out_and_the_answer_says_so(choice: object) -> None:
+    draft = responses.parse(body(tools=[{"type": "function", "name": "f"}], tool_choice=choice))
+
+    assert draft.echo["tools"] == []
+
+
+def test_a_previous_response_is_not_found_while_none_is_kept() -> None:
+    """The code that clients know as "send the whole conversation again"."""
+    error = refusal(body(previous_response_id="resp_abc"))
+
+    assert (error.error_code, error.param) == ("previous_response_not_found", "previous_response_id")
+    assert error.message == "Previous response with id 'resp_abc' not found."
+
+
+# Events
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "last"),
+    [
+        (Outcome.COMPLETED, "completed", "completed"),
+        (Outcome.LENGTH, "incomplete", "incomplete"),
+        (Outcome.CANCELLED, "cancelled", "incomplete"),
+        (Outcome.FAILED, "failed", "failed"),
+        (Outcome.WORKER_LOST, "failed", "failed"),
+    ],
+)
+def test_the_sdk_follows_a_stream_to_its_end(outcome: Outcome, status: str, last: str) -> None:
+    """Its types take each event strictly, and its accumulator ends with the text that was sent."""
+    events = streamed(answering(), [("Hel", 1), ("", 2), ("lo", 3)], ending(4, outcome))
+
+    state = ResponseStreamState(text_format=omit, input_tools=omit)
+    for event in events:
+        json.dumps(event)
+        SERVER_EVENT.validate_python({**event, "stream_id": "a"}, strict=True)
+        state.handle_event(STREAM_EVENT.validate_python(event, strict=True))
+
+    closing = ["output_text.done", "content_part.done", "output_item.done"] if last != "failed" else []
+    opening = ["created", "queued", "queued", "in_progress", "output_item.added", "content_part.added"]
+    assert types(events) == [*opening, "output_text.delta", "output_text.delta", *closing, last]
+    final = Response.model_validate(events[-1]["response"], strict=True)
+    assert (final.id, final.status, final.output_text) == ("resp_" + ID.replace("-", ""), status, "Hello")
+    if status == "completed":
+        assert state._completed_response is not None and state._completed_response.output_text == "Hello"
+
+
+def test_every_response_object_has_every_key_of_the_specification() -> None:
+    events = streamed(answering(), [("Hi", 1)], ending(1)) + answering().failure(WorkerLost())
+    shown = [event["response"] for event in events if "response" in event] + [answering().whole("Hi", ending(1))]
+
+    assert all(set(response) == RESOURCE_KEYS for response in shown)
+    assert len(RESOURCE_KEYS) == 31
+
+
+def test_ids_and_times_come_from_the_request_alone() -> None:
+    """Two gateways that answer for the same request say the same."""
+    one, other = (streamed(answering(), [("a", 1), ("b", 2)], ending(2)) for _ in range(2))
+
+    assert one == other
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=30),
+    st.integers(0, 3),
+    st.sampled_from(Outcome),
+)
+def test_numbers_rise_and_depend_on_the_offset_alone(
+    pieces: list[tuple[int, str]], unseen: int, outcome: Outcome
+) -> None:
+    """However tokens come in pieces, a text that ends at offset k has number 103 + 2k, and the end comes after it."""
+    offset, deltas = 0, []
+    for tokens, text in pieces:
+        offset += tokens
+        deltas.append((text, offset))
+
+    events = streamed(answering(), deltas, ending(offset + unseen, outcome))
+
+    numbers = [event["sequence_number"] for event in events]
+    ends = {103 + 2 * end for _, end in deltas}
+    sent = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert all(a < b for a, b in pairwise(numbers))
+    assert numbers[-1] == 103 + 2 * (offset + unseen) + 5
+    assert all(event["sequence_number"] in ends for event in sent[:-1])
+    if outcome in (Outcome.COMPLETED, Outcome.LENGTH, Outcome.CANCELLED):
+        assert "".join(event["delta"] for event in sent) == "".join(text for text, _ in deltas)
+
+
+@given(st.data())
+def test_two_gateways_give_the_same_numbers_to_what_both_send(data: st.DataObject) -> None:
+    """One may have joined two pieces: where both end a text at the same offset, its number and all before it agree."""
+    texts = data.draw(st.lists(st.text(min_size=1, max_size=2), min_size=1, max_size=20))
+    cuts = sorted({*data.draw(st.sets(st.integers(1, len(texts)))), len(texts)})
+    fine = [(text, k) for k, text in enumerate(texts, 1)]
+    coarse = [("".join(texts[a:b]), b) for a, b in pairwise([0, *cuts])]
+
+    one, other = (streamed(answering(), deltas, ending(len(texts))) for deltas in (fine, coarse))
+
+    def read_to(events: list[dict[str, Any]], number: int) -> str:
+        return "".join(event.get("delta", "") for event in events if event["sequence_number"] <= number)
+
+    assert all(read_to(one, 103 + 2 * cut) == read_to(other, 103 + 2 * cut) for cut in cuts)
+    assert {event["sequence_number"]: event["type"] for event in other}.items() <= {
+        event["sequence_number"]: event["type"] for event in one
+    }.items()
+
+
+def test_a_place_in_the_queue_is_told_until_its_numbers_are_used_up() -> None:
+    answer = answering()
+    answer.created()
+
+    events = [event for place in range(200) for event in answer.queued(place, 1500)]
+
+    assert [event["sequence_number"] for event in events] == list(range(1, 99))
+    assert events[3]["queue"] == {"position": 3, "eta_seconds": 1.5}
+    assert events[3]["response"]["status"] == "queued"
+
+
+def test_nothing_is_said_twice() -> None:
+    answer = answering()
+
+    assert types(answer.in_progress()) == ["in_progress"]
+    assert types(answer.opening()) == ["output_item.added", "content_part.added"]
+    assert answer.in_progress() == answer.opening() == answer.queued(1, None) == []
+
+
+def test_an_empty_answer_still_has_its_item() -> None:
+    events = answering().ending(ending(0))
+
+    assert types(events)[:3] == ["in_progress", "output_item.added", "content_part.added"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "last"), [(Outcome.EXPIRED, "failed"), (Outcome.FAILED, "failed"), (Outcome.CANCELLED, "incomplete")]
+)
+def test_what_ends_while_it_waits_has_no_output(outcome: Outcome, last: str) -> None:
+    answer = answering()
+    events = answer.created() + answer.queued(1, None) + answer.ending(ending(0, outcome))
+
+    assert types(events) == ["created", "queued", last]
+    assert events[-1]["response"]["output"] == []
+
+
+def test_what_the_detokenizer_still_held_comes_before_the_end() -> None:
+    """Text without a token: the number after that of its offset."""
+    answer = answering()
+    events = answer.text("Hel", 2) + answer.text("lo", 2) + answer.ending(ending(2))
+
+    sent = [(e["sequence_number"], e["delta"]) for e in events if e["type"] == "response.output_text.delta"]
+    assert sent == [(107, "Hel"), (108, "lo")]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WorkerLost(), "server_error"),
+        (Draining(), "server_error"),
+        (LimitReached(), "rate_limit_exceeded"),
+        (BadRequest(), "invalid_prompt"),
+    ],
+)
+def test_a_gateways_own_failure_ends_the_stream_with_what_was_sent(error: ForebayError, code: str) -> None:
+    answer = answering()
+    events = answer.created() + answer.text("Hel", 1) + answer.failure(error)
+
+    final = Response.model_validate(events[-1]["response"], strict=True)
+    assert final.error is not None and (final.error.code, final.error.message) == (code, error.message)
+    assert (final.status, final.output_text) == ("failed", "Hel")
+
+
+def test_a_warm_up_completes_without_output() -> None:
+    """Codex sends one first on every connection, and reads it as any other response."""
+    events = answering().warmed()
+
+    state = ResponseStreamState(text_format=omit, input_tools=omit)
+    for event in events:
+        state.handle_event(STREAM_EVENT.validate_python(event, strict=True))
+
+    assert types(events) == ["created", "in_progress", "completed"]
+    assert state._completed_response is not None and state._completed_response.output == []
+    assert set(events[-1]["response"]) == RESOURCE_KEYS
+
+
+def test_a_whole_answer_is_what_the_stream_ends_with() -> None:
+    for outcome in (Outcome.COMPLETED, Outcome.LENGTH):
+        last = streamed(answering(), [("Hello", 1)], ending(1, outcome))[-1]["response"]
+        assert answering().whole("Hello", ending(1, outcome)) == last
+
+
+def test_a_whole_answer_that_failed_is_an_error() -> None:
+    with pytest.raises(WorkerLost, match="gone"):
+        answering().whole("Hel", ending(1, Outcome.WORKER_LOST, message="gone"))
+
+
+def test_a_cut_answer_says_why_and_what_it_used() -> None:
+    last = streamed(answering(), [("Hello", 1)], ending(1, Outcome.LENGTH))[-1]["response"]
+
+    assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["output"][0]["status"] == "incomplete"
+    assert last["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 1,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 8,
+    }
+
+
+# WebSocket frames
+
+
+def test_a_create_carries_its_draft_without_what_belongs_to_the_socket() -> None:
+    event = parse_event(json.dumps({"type": "response.create", "stream_id": "a", "generate": False, **CODEX}))
+
+    assert event == Create(draft=responses.parse(CODEX), stream_id="a", generate=False)
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": None}, {"stream": False}, {"stream": "x"}])
+def test_a_socket_streams_whatever_the_body_says(stream: dict[str, Any]) -> None:
+    event = parse_event(json.dumps({"type": "response.create", **body(**stream)}))
+
+    assert isinstance(event, Create)
+    assert event.draft.stream and event.generate and event.stream_id is None
+
+
+def test_a_cancel_names_its_response() -> None:
+    assert parse_event('{"type":"response.cancel","response_id":"resp_1"}') == Cancel(response_id="resp_1")
+
+
+def test_steering_is_answered_with_the_event_that_says_it_is_not_supported() -> None:
+    steer = parse_event('{"type":"response.steer","previous_response_id":"resp_1","input":"left"}')
+
+    assert steer == Steer(previous_response_id="resp_1", input="left")
+    told = SERVER_EVENT.validate_python(steer_failed(steer), strict=True)
+    assert (told.type, told.error.code) == ("response.steer.failed", "steering_not_supported")
+    assert told.steer.input == "left"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "param", "stream_id"),
+    [
+        ("", "invalid_json", None, None),
+        ("{", "invalid_json", None, None),
+        ("[" * 100_000, "invalid_json", None, None),
+        ("[]", "invalid_json", None, None),
+        ('"\\ud800"', "invalid_json", None, None),
+        ("{}", "missing_required_parameter", "type", None),
+        ('{"type":"response.create","stream_id":"a"}', "missing_required_parameter", "model", "a"),
+        ('{"type":"response.create","stream_id":""}', "invalid_stream_id", "stream_id", None),
+        ('{"type":"response.create","stream_id":"a b"}', "invalid_stream_id", "stream_id", None),
+        ('{"type":"response.create","stream_id":"a\\n"}', "invalid_stream_id", "stream_id", None),
+        ('{"type":"response.create","stream_id":5}', "invalid_stream_id", "stream_id", None),
+        (f'{{"type":"response.create","stream_id":"{"a" * 257}"}}', "invalid_stream_id", "stream_id", None),
+        ('{"type":"response.create","generate":1}', "invalid_value", "generate", None),
+        ('{"type":"response.cancel","stream_id":"a"}', "invalid_value", "response_id", "a"),
+        ('{"type":"response.steer"}', "invalid_value", "previous_response_id", None),
+        ('{"type":"session.update","stream_id":"a"}', "unknown_event", "type", "a"),
+        ('{"type":5}', "unknown_event", "type", None),
+    ],
+)
+def test_a_bad_frame_is_refused_on_its_lane(text: str, code: str, param: str | None, stream_id: str | None) -> None:
+    """The socket stays open, and a named lane hears of its own error."""
+    refused = parse_event(text)
+
+    assert isinstance(refused, Refused)
+    assert (refused.error.error_code, refused.error.param, refused.stream_id) == (code, param, stream_id)
+
+
+@given(st.text())
+def test_any_text_is_a_command(text: str) -> None:
+    assert isinstance(parse_event(text), Refused)
+
+
+def test_an_error_frame_is_the_one_that_the_guide_shows() -> None:
+    refused = parse_event(
+        json.dumps({"type": "response.create", "stream_id": "main", **body(previous_response_id="resp_abc")})
+    )
+
+    assert isinstance(refused, Refused)
+    frame = error_frame(refused.error, refused.stream_id)
+    assert frame == {
+        "type": "error",
+        "status": 400,
+        "stream_id": "main",
+        "error": {
+            "type": "invalid_request_error",
+            "code": "previous_response_not_found",
+            "message": "Previous response with id 'resp_abc' not found.",
+            "param": "previous_response_id",
+        },
+    }
+    assert SERVER_EVENT.validate_python(frame, strict=True).stream_id == "main"
+
+
+def test_an_error_frame_of_the_default_lane_names_none() -> None:
+    assert "stream_id" not in error_frame(WorkerLost())
+
+
+def test_an_error_frame_always_has_a_code_and_says_when_to_come_back() -> None:
+    """The specification requires a string; a socket has no headers of its own."""
+    assert error_frame(ForebayError())["error"]["code"] == "server_error"
+    assert error_frame(LimitReached(retry_after_ms=1200))["error"]["headers"] == {
+        "retry-after-ms": "1200",
+        "retry-after": "2",
+    }

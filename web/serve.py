@@ -1,0 +1,165 @@
+"""The gateway process: gunicorn with gevent workers, one subscriber each, and a drain.
+
+gunicorn patches the standard library in each worker before the application is imported, so nothing that opens a
+socket is imported at the top of this file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gunicorn.app.base import BaseApplication
+
+from core.settings import BadSettings, Settings, read
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+    from web.app import Gateway
+    from web.dialects.draft import Message
+    from web.render import Renderer
+
+#: Connections that one process holds at once.
+CONNECTIONS = 10_000
+#: Characters of a prompt that are tokenized on the hub; longer ones go to a thread and leave streams alone.
+SHORT_PROMPT = 2_000
+
+
+class GatewayServer(BaseApplication):  # type: ignore[misc]
+    """gunicorn, configured in code."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        super().__init__()
+
+    def load_config(self) -> None:
+        settings = self.settings
+        options = {
+            "bind": f"{settings.bind}:{settings.port}",
+            "worker_class": "gevent",
+            "workers": settings.web_processes,
+            "worker_connections": CONNECTIONS,
+            "graceful_timeout": int(settings.drain_s) + 5,
+            "timeout": 60,
+            "keepalive": 75,  # longer than a load balancer's idle time-out of 60 s
+            "control_socket_disable": True,  # it lies under HOME, and a second instance would take it over
+            "post_fork": _post_fork,
+            "post_worker_init": _post_worker_init,
+            "accesslog": None,
+            "proc_name": "forebay-web",
+        }
+        for name, value in options.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Flask:
+        from web.app import create
+
+        gateway = build(self.settings)
+        gateway.subscriber.start()
+        return create(gateway)
+
+
+def build(settings: Settings) -> Gateway:
+    """Wire a gateway's parts from the settings. Opens no connection."""
+    from core import catalog, postgres
+    from core.accounts import keys
+    from core.redis import Store
+    from web.admission import Admission
+    from web.app import Gateway
+    from web.auth import Gate
+    from web.render import for_model
+    from web.subscriber import Subscriber
+
+    models = catalog.load(settings.catalog).only(settings.models)
+    store = Store.connect(settings.redis_url)
+    gateway_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(4)}"
+    subscriber = Subscriber(store, settings.redis_url, models, gateway_id)
+    renderers = {name: OffHub(for_model(model, settings.data)) for name, model in models.items()}
+    return Gateway(
+        catalog=models,
+        store=store,
+        gate=Gate(store, postgres.connect(settings.database_url), keys.pepper(settings)),
+        admission=Admission(models, store, subscriber, renderers, salt=salt(settings)),
+        subscriber=subscriber,
+    )
+
+
+def salt(settings: Settings) -> bytes:
+    """The secret that cache salts are derived from."""
+    return (settings.salt or (settings.secrets / "salt").read_text().strip()).encode()
+
+
+class OffHub:
+    """A renderer that does long prompts in gevent's thread pool, so that they stop no stream."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        import gevent
+
+        if sum(len(message.content) for message in messages) < SHORT_PROMPT:
+            return self.renderer.render(messages)
+        ids: list[int] = gevent.get_hub().threadpool.apply(self.renderer.render, (messages,))
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.renderer.decode(token_ids)
+
+
+def _post_fork(server: Any, worker: Any) -> None:
+    from core import postgres
+
+    postgres.cooperate()
+
+
+def _post_worker_init(worker: Any) -> None:
+    """Begin the drain as soon as gunicorn says so: it would let sockets hang until its time-out, then cut them."""
+
+    def drain_when_told() -> None:
+        while worker.alive:
+            time.sleep(0.1)
+        drain(worker.wsgi.extensions["forebay"], worker.cfg.graceful_timeout - 5)
+
+    threading.Thread(target=drain_when_told, name="drain", daemon=True).start()
+
+
+def drain(gateway: Gateway, limit_s: float) -> None:
+    """Take nothing new; say goodbye to idle sockets at once, to others when their answer is out or time is up."""
+    from web.transports.sockets import GOING_AWAY
+
+    gateway.admission.draining = True
+    deadline = time.monotonic() + limit_s
+    while gateway.sockets:
+        late = time.monotonic() > deadline
+        for sock in [sock for sock in list(gateway.sockets) if late or sock.idle]:
+            sock.close(GOING_AWAY, "this gateway is shutting down")
+        if late:
+            return
+        time.sleep(0.1)
+
+
+def main() -> None:
+    from core.telemetry import logs
+
+    try:
+        settings = read(os.environ)
+    except BadSettings as e:
+        sys.exit(str(e))
+    logs.set_up("web", settings.log_level)
+    if settings.supervised:
+        from core.supervise import follow_parent
+
+        follow_parent(settings.drain_s)
+    GatewayServer(settings).run()
+
+
+if __name__ == "__main__":
+    main()
