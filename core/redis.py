@@ -22,7 +22,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-__all__ = ["AsyncStore", "Call", "RedisError", "Script", "Store", "VERSION", "command", "scripts", "tag"]
+__all__ = ["AWAY", "AsyncStore", "Call", "NOW_MS", "RedisError", "Script", "Store", "VERSION", "command", "scripts", "tag"]
 
 T = TypeVar("T")
 
@@ -80,6 +80,14 @@ class Call(Generic[T]):
 def command(*words: Any, reply: Callable[[Any], T]) -> Call[T]:
     """A plain command as a Call."""
     return Call(args=words, reply=reply)
+
+
+def _time_ms(raw: Sequence[int]) -> int:
+    return int(raw[0]) * 1000 + int(raw[1]) // 1000
+
+
+#: The store's time, ms since the epoch.
+NOW_MS = command("TIME", reply=_time_ms)
 
 
 @dataclass

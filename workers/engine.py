@@ -6,7 +6,7 @@ its agent starts another: nothing is rebuilt in place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +59,15 @@ class Engine(Protocol):
     def on_step(self, told: Callable[[], None]) -> None:
         """Call `told` on the loop after each step, once every request's piece of that step was handed out."""
 
-    def generate(self, request: Request) -> AsyncIterator[Piece]:
-        """The request's pieces. Closing the iterator aborts the request. Raises EngineRefused, EngineDead."""
+    def generate(self, request: Request, cut: int = 0) -> AsyncGenerator[Piece, None]:
+        """The request's pieces. Closing the generator aborts the request. The last `cut` prompt tokens are output
+        that was delivered before. Raises EngineRefused, EngineDead."""
 
     async def abort(self, request_id: str) -> None:
         """Stop a request: its iterator ends with `finish="abort"` within one step. Unknown ids are ignored."""
+
+    async def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a conversation with one user turn, by the model's own template: what the canary asks."""
 
     async def ping(self) -> None:
         """Return when the engine itself answers (not just its front). Raises EngineDead."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from typing import NoReturn
 
 import msgspec
 
@@ -131,6 +132,11 @@ class Generator:
     def __init__(self, engine: Engine, runner: Runner, publisher: Publisher) -> None:
         self.engine, self.runner, self.publisher = engine, runner, publisher
         self.dead = asyncio.Event()  #: the engine is gone; the process must end
+        self._running: dict[str, tuple[Request, Held]] = {}
+
+    def progress(self) -> list[tuple[Request, Usage]]:
+        """What each running request has used so far."""
+        return [(request, held.usage) for request, held in self._running.values()]
 
     async def generate(self, request_id: str) -> Finished:
         """Run one request from its body to its ending."""
@@ -140,6 +146,7 @@ class Generator:
             return Finished(outcome=Outcome.FAILED, message="its body is gone")
         request = msgspec.msgpack.decode(body, type=Request)
         held.usage = Usage(input_tokens=len(request.prompt_token_ids))
+        self._running[request_id] = (request, held)
         try:
             finish = await self._stream(request, held)
             await self.publisher.sent(request.gateway)
@@ -147,14 +154,20 @@ class Generator:
             return Finished(outcome=Outcome.FAILED, message=str(e))
         except EngineDead:
             self.dead.set()
-            await asyncio.Event().wait()  # the drain hands this request back, with all the others
+            return await self._handed_back()
         finally:
+            del self._running[request_id]
             self.publisher.close(request.gateway, request.id)
         return self._ending(finish, held.usage)
 
+    async def _handed_back(self) -> NoReturn:
+        """Wait for the drain, which hands this request back with all the others."""
+        while True:
+            await asyncio.sleep(3600)
+
     async def _stream(self, request: Request, held: Held) -> str:
         offset = 0
-        async with aclosing(self.engine.generate(request)) as pieces:  # type: ignore[type-var]
+        async with aclosing(self.engine.generate(request)) as pieces:
             async for piece in pieces:
                 if piece.tokens or piece.text:
                     self._put(request, held.claim, piece, offset)

@@ -1,0 +1,112 @@
+"""The fleet: who is there, in which state, and what each host is to run.
+
+| key                       | type | ttl  | writer                        | reader               | holds                        |
+|---------------------------|------|------|-------------------------------|----------------------|------------------------------|
+| f1:{model}:workers        | HASH | none | the worker, every beat        | scaler, web, ops     | worker -> Worker, msgpack    |
+| f1:{model}:workers_seen   | ZSET | none | with workers                  | `present`            | worker -> last seen, ms      |
+| f1:{fleet}:hosts          | HASH | none | the host's agent, each second | scaler, ops          | host -> Host, msgpack        |
+| f1:{fleet}:hosts_seen     | ZSET | none | with hosts                    | `present`            | host -> last seen, ms        |
+| f1:{fleet}:assignments    | HASH | none | the scaler                    | that host's agent    | host -> {model: count}       |
+
+Promise   a row not renewed for FORGET_MS is gone; times are the store's.
+Dies      worker: its agent removes its row, else it is forgotten. Host: forgotten, with what it was assigned. Scaler:
+          agents go on with the last assignment. Store: agents go on, rows come back with the next beat.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.redis import Call, command, scripts, tag
+from core.values import WorkerState
+
+_SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=(), verbs=("announce", "present"))
+_FLEET = tag("fleet")
+
+#: Nobody is this late and comes back, ms.
+FORGET_MS = 30_000
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, one engine, one life."""
+
+    worker: str
+    host: str
+    model: str
+    state: WorkerState
+    pid: int = 0
+    slots: int = 0
+    running: int = 0
+    detail: str = ""  #: what it is doing, for people
+    seen_ms: int = 0  #: ago; filled by the reader
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine and its agent."""
+
+    host: str
+    room: int = 1  #: workers it can hold in all
+    draining: bool = False
+    workers: dict[str, int] = {}  #: model -> processes that run
+    seen_ms: int = 0  #: ago; filled by the reader
+
+
+def announce_worker(row: Worker) -> Call[bool]:
+    return _announce(f"{tag(row.model)}workers", row.worker, row)
+
+
+def announce_host(row: Host) -> Call[bool]:
+    return _announce(f"{_FLEET}hosts", row.host, row)
+
+
+def workers(model: str) -> Call[list[Worker]]:
+    """The workers of a model, in any state."""
+    return _present(f"{tag(model)}workers", Worker)
+
+
+def hosts() -> Call[list[Host]]:
+    return _present(f"{_FLEET}hosts", Host)
+
+
+def remove_worker(model: str, worker: str) -> Call[int]:
+    """The worker is gone, and somebody knows it."""
+    return command("HDEL", f"{tag(model)}workers", worker, reply=int)
+
+
+def assign(host: str, counts: dict[str, int]) -> Call[int]:
+    """What the host is to run: model -> workers."""
+    return command("HSET", f"{_FLEET}assignments", host, msgspec.msgpack.encode(counts), reply=int)
+
+
+def assignment(host: str) -> Call[dict[str, int] | None]:
+    """What the host is to run; None: no scaler has said."""
+    return command("HGET", f"{_FLEET}assignments", host, reply=_counts)
+
+
+def unassign(host: str) -> Call[int]:
+    """The host is gone."""
+    return command("HDEL", f"{_FLEET}assignments", host, reply=int)
+
+
+def _announce(key: str, name: str, row: msgspec.Struct) -> Call[bool]:
+    return Call(script=_SCRIPTS["announce"], keys=(key, key + "_seen"), args=(name, msgspec.msgpack.encode(row)), reply=bool)
+
+
+def _present(key: str, kind: type[Any]) -> Call[list[Any]]:
+    return Call(
+        script=_SCRIPTS["present"],
+        keys=(key, key + "_seen"),
+        args=(FORGET_MS,),
+        reply=lambda raw: [
+            msgspec.structs.replace(msgspec.msgpack.decode(row, type=kind), seen_ms=int(ago))
+            for row, ago in zip(raw[0::2], raw[1::2], strict=True)
+            if row is not None
+        ],
+    )
+
+
+def _counts(raw: Any) -> dict[str, int] | None:
+    return None if raw is None else msgspec.msgpack.decode(raw, type=dict[str, int])

@@ -1,0 +1,209 @@
+"""The clock: APScheduler runs the fleet's tick and the money's jobs.
+
+Every job is one bounded step that may be repeated and may run in two processes at once: the database guards the
+money, and one advisory lock, held on the connection that decisions are written on, makes one leader of the fleet.
+
+    tick        every tick_ms   look at queues and fleet, decide, write assignments (leader only)
+    ingest      1 s             usage log -> Postgres, lost settles made again
+    roll_up     5 s             hours that got entries -> hourly totals; each hour is final an hour's job later
+    project     60 s            keys and prices into Redis, where gateways read them
+    partitions  1 h             months of usage_events made ahead
+    sweep       10 s            holds that were reserved and never enqueued
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from types import FrameType
+
+from apscheduler.executors.pool import ThreadPoolExecutor
+from apscheduler.schedulers.blocking import BlockingScheduler
+
+from billing import events, hours, prices
+from core import catalog, fleet, postgres, usage
+from core.accounts import keys, tenants
+from core.catalog import Catalog
+from core.limits import counters
+from core.postgres import DatabaseAway, Engine, Leadership, transaction
+from core.redis import AWAY, NOW_MS, RedisError, Store
+from core.settings import BadSettings, Settings, read
+from core.telemetry import logs, metrics
+from core.usage import Entry
+from scaler import decisions, signals
+from scaler.policy import Decision, Memory, ModelSnapshot, Plan, plan
+from scaler.providers import Provider
+from scaler.providers.local import LocalProvider
+from tasks.queue import Queue
+
+log = logs.get(__name__)
+
+LEADER = "fleet"
+
+
+class Clock:
+    """The jobs. Each is a step that tests call."""
+
+    def __init__(self, settings: Settings, models: Catalog, store: Store, database: Engine, provider: Provider) -> None:
+        self.settings, self.models, self.store, self.database, self.provider = settings, models, store, database, provider
+        self.memory = Memory()
+        self.consumer = f"clock-{os.getpid()}"
+        self.leadership = Leadership(database, LEADER)
+
+    # --- the fleet
+
+    def tick(self) -> None:
+        """Look, decide, write down, assign. With Postgres away nothing can be written down: the fleet holds."""
+        snapshots, hosts = signals.look(self.store, self.models, self.provider)
+        found = plan(snapshots, hosts, self.memory, time.time_ns() // 1_000_000)
+        changed = [decision for decision in found.decisions if self._is_news(decision)]
+        if not self._write_down(changed, {snapshot.model: snapshot for snapshot in snapshots}):
+            return
+        for decision in changed:
+            log.info("scale_decided", model=decision.model, desired=decision.desired, reason=decision.reason)
+        self._assign(found, {host.host: host.assigned for host in hosts})
+        self.memory = found.memory
+
+    def _is_news(self, decision: Decision) -> bool:
+        return self.memory.desired.get(decision.model) != decision.desired
+
+    def _write_down(self, changed: Sequence[Decision], inputs: dict[str, ModelSnapshot]) -> bool:
+        """On the connection that holds the lock: a leader that lost its lock has also lost its voice."""
+        if not self.leadership.hold():
+            return False
+        with self.leadership.transaction() as connection:
+            decisions.record(connection, changed, inputs, datetime.now(UTC))
+        return True
+
+    def _assign(self, found: Plan, before: dict[str, dict[str, int]]) -> None:
+        for host, counts in found.assignments.items():
+            if before.get(host) != counts:
+                log.info("host_assigned", host=host, workers=counts)
+                self.store.run(fleet.assign(host, counts))
+
+    # --- the money
+
+    def ingest(self) -> None:
+        while taken := events.ingest(self.store, self.database, self.models, self.consumer, settle=self._settle):
+            metrics.usage_ingested.inc(taken)
+        for model in self.models:
+            metrics.usage_waiting.labels(model).set(self.store.run(usage.length(model)))
+
+    def _settle(self, entries: Sequence[Entry]) -> None:
+        """Settle what its gateway may not have. A settle that was made says so, and changes nothing."""
+        self.store.run_all([
+            counters.settle(
+                entry.facts.org_id,
+                entry.id,
+                [f"key:{entry.facts.key_id}"],
+                entry.usage.input_tokens + entry.usage.output_tokens,
+            )
+            for entry in entries
+        ])  # fmt: skip
+
+    def roll_up(self) -> None:
+        if rolled := hours.roll_dirty(self.database):
+            log.info("hours_rolled_up", hours=rolled)
+
+    def project(self) -> None:
+        records = keys.all_records(self.database)
+        for start in range(0, len(records), 500):
+            self.store.run_all([keys.project(record) for record in records[start : start + 500]])
+        with transaction(self.database) as connection:
+            current = prices.current(connection, datetime.now(UTC))
+        self.store.run(prices.project(current))
+
+    def partitions(self) -> None:
+        with transaction(self.database) as connection:
+            events.ensure_partitions(connection, datetime.now(UTC))
+
+    def sweep(self) -> None:
+        """Free what was reserved and never enqueued: the gateway died between the two."""
+        with transaction(self.database) as connection:
+            organisations = [organisation.id for organisation in tenants.organisations(connection)]
+        before_ms = self.store.run(NOW_MS) - counters.SWEEP_MS
+        for org_id in organisations:
+            for request_id in self.store.run(counters.open_before(org_id, before_ms)):
+                self._sweep(org_id, request_id)
+
+    def _sweep(self, org_id: str, request_id: str) -> None:
+        held = self.store.run(counters.held_for(org_id, request_id))
+        if held is None:
+            return
+        [seen] = self.store.run(Queue(held.model).watch("sweep", [request_id], lease_ms=1))
+        if seen.state == "unknown":
+            log.warning("hold_swept", request_id=request_id)
+            self.store.run(counters.settle(org_id, request_id, held.scopes, 0))
+
+    # --- the schedule
+
+    def jobs(self) -> dict[str, tuple[Callable[[], None], float]]:
+        """Every job and its period, seconds."""
+        return {
+            "tick": (self.tick, self.settings.tick_ms / 1000),
+            "ingest": (self.ingest, 1.0),
+            "roll_up": (self.roll_up, 5.0),
+            "project": (self.project, 60.0),
+            "partitions": (self.partitions, 3600.0),
+            "sweep": (self.sweep, 10.0),
+        }
+
+    def guarded(self, name: str, job: Callable[[], None]) -> None:
+        """One run of a job. A dependency that is away is said, and the next run finds what this one left."""
+        try:
+            job()
+        except DatabaseAway as e:
+            log.error("database_away", job=name, error=str(e))
+        except (*AWAY, RedisError) as e:
+            log.error("store_away", job=name, error=repr(e))
+        except Exception:  # the outermost edge of a job: the next run comes by itself, and somebody must look
+            log.exception("job_failed", job=name)
+
+
+def schedule(clock: Clock) -> BlockingScheduler:
+    """A scheduler with every job, the first run of each at once; late runs are made up by one."""
+    scheduler = BlockingScheduler(executors={"default": ThreadPoolExecutor(8)}, timezone=UTC)
+    for name, (job, period_s) in clock.jobs().items():
+        scheduler.add_job(
+            clock.guarded,
+            "interval",
+            args=(name, job),
+            seconds=period_s,
+            id=name,
+            coalesce=True,
+            max_instances=1,
+            misfire_grace_time=None,
+            next_run_time=datetime.now(UTC),
+        )
+    return scheduler
+
+
+def main() -> None:
+    try:
+        settings = read(os.environ)
+        models = catalog.load(settings.catalog).only(settings.models)
+    except (BadSettings, catalog.BadCatalog) as e:
+        sys.exit(str(e))
+    logs.set_up("scaler", settings.log_level)
+    if settings.supervised:
+        from core.supervise import follow_parent
+
+        follow_parent(settings.drain_s)
+    store = Store.connect(settings.redis_url)
+    clock = Clock(settings, models, store, postgres.connect(settings.database_url), LocalProvider(store))
+    scheduler = schedule(clock)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        scheduler.shutdown(wait=True)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    scheduler.start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The host agent: runs the workers that are assigned to this machine, and says when one dies.
+
+The scaler writes what this host is to run (core/fleet.py); without a scaler it runs what FOREBAY_WORKERS says. Each
+worker is a process in a session of its own, without DATABASE_URL. A death is reported at once, so that the queue
+does not wait for the dead worker's lease.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from types import FrameType
+
+from core import catalog, fleet, supervise
+from core.catalog import Catalog
+from core.redis import AWAY, RedisError, Store
+from core.settings import BadSettings, Settings, read
+from core.supervise import Death, Process, Supervisor
+from core.telemetry import logs
+from tasks.queue import Queue
+from workers.main import host_id, worker_id
+
+log = logs.get(__name__)
+
+#: Workers that a machine without a GPU holds at most; its memory is the real bound.
+CPU_ROOM = 8
+#: How often the agent looks at its processes and at its assignment, seconds.
+TEND_S = 0.1
+LOOK_S = 0.5
+
+
+class Agent:
+    """One host's agent. `tend` is one step."""
+
+    def __init__(self, settings: Settings, models: Catalog, store: Store, environ: Mapping[str, str]) -> None:
+        self.settings, self.models, self.store = settings, models, store
+        self.host = host_id(settings)
+        self.environ = {name: value for name, value in environ.items() if name not in ("DATABASE_URL", "FOREBAY_PEPPER")}
+        self.environ["FOREBAY_SUPERVISED"] = "1"
+        self.supervisor = Supervisor(drain_s=settings.drain_s, died=self._died)
+        self.model_of: dict[str, str] = {}  #: process -> model
+        self.unburied: list[tuple[str, str]] = []  #: (model, worker) whose death the queue has not heard of
+        self._next_look_s = 0.0
+        self._count = 0
+
+    def run(self) -> None:
+        """Tend until told to end; then let the workers drain."""
+        while not self.supervisor.ending:
+            self.tend(time.monotonic())
+            time.sleep(TEND_S)
+        log.info("host_draining", workers=len(self.supervisor.names()))
+        self.supervisor.stop()
+        self._say(self._bury)
+
+    def tend(self, now_s: float) -> None:
+        """Look after the processes; now and then, after the assignment."""
+        self.supervisor.tend()
+        if self.unburied:
+            self._say(self._bury)
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._say(self._look)
+
+    def _look(self) -> None:
+        counts = self.store.run(fleet.assignment(self.host))
+        self.obey(_fixed(self.settings.workers) if counts is None else counts)
+        self.store.run(fleet.announce_host(fleet.Host(host=self.host, room=room(), workers=self._running())))
+
+    def obey(self, counts: Mapping[str, int]) -> None:
+        """Start what is missing, and stop, newest first, what is too many."""
+        for model in {*counts, *self._running()}:
+            mine = [name for name, of in self.model_of.items() if of == model]
+            want = counts.get(model, 0) if model in self.models else 0
+            for name in mine[want:]:
+                log.info("worker_dropped", name=name)
+                self.supervisor.drop(name)
+                del self.model_of[name]
+            for _ in range(want - len(mine)):
+                self._start(model)
+
+    def _start(self, model: str) -> None:
+        self._count += 1
+        name = f"{model}.{self._count}"
+        argv = (sys.executable, "-m", "workers.main", model, name)
+        self.supervisor.keep(Process(name=name, argv=argv, env=self.environ))
+        self.model_of[name] = model
+        log.info("worker_started", name=name)
+
+    def _running(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for model in self.model_of.values():
+            counts[model] = counts.get(model, 0) + 1
+        return counts
+
+    def _died(self, death: Death) -> None:
+        log.warning("worker_died", name=death.name, pid=death.pid, status=death.status, asked=death.asked)
+        model = death.name.rpartition(".")[0]
+        self.unburied.append((model, worker_id(self.host, death.name, death.pid)))
+
+    def _bury(self) -> None:
+        while self.unburied:
+            model, worker = self.unburied[0]
+            if self.store.run(Queue(model).tick(worker)).buried:
+                self.store.run(fleet.remove_worker(model, worker))
+                del self.unburied[0]
+
+    def _say(self, step: object) -> None:
+        try:
+            step()  # type: ignore[operator]
+        except (*AWAY, RedisError) as e:
+            log.warning("store_away", error=repr(e))
+
+
+def room() -> int:
+    """How many workers this machine holds: one a GPU."""
+    try:
+        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    except OSError:
+        gpus = 0
+    return gpus or CPU_ROOM
+
+
+def _fixed(workers: str) -> dict[str, int]:
+    """FOREBAY_WORKERS: "model=count,…"."""
+    pairs = (one.partition("=") for one in workers.split(",") if one.strip())
+    return {model.strip(): int(count or 1) for model, _, count in pairs}
+
+
+def main() -> None:
+    try:
+        settings = read(os.environ)
+        models = catalog.load(settings.catalog).only(settings.models)
+        _fixed(settings.workers)
+    except (BadSettings, catalog.BadCatalog, ValueError) as e:
+        sys.exit(str(e))
+    logs.set_up("host", settings.log_level)
+    if settings.supervised:
+        supervise.follow_parent(settings.drain_s)
+    agent = Agent(settings, models, Store.connect(settings.redis_url), os.environ)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        agent.supervisor.ending = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    agent.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The engine without a model: pure Python, asyncio only. For tests, and for loads no CPU model could carry.
+
+Token k of a request is a function of (seed, k) and of nothing else, so whoever knows the request knows every token of
+its stream, across hand-overs and restarts. Batching is real: requests share steps, wait for slots, and end by
+themselves; only the time of a step is made up, from the catalogue's profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from functools import lru_cache
+from hashlib import blake2b
+
+from core.catalog import Model
+from core.values import Request
+from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece
+
+#: The letters of a script, as token ids: the byte tokenizer reads them as they are. They end at "n" because the byte
+#: tokens of SmolLM2's vocabulary are printable only up to id 110, and its timed engine is to give clean text too.
+_ALPHABET = b"abcdefghijklmn  "
+
+#: A random byte's letter.
+_LETTER = _ALPHABET * (256 // len(_ALPHABET))
+
+#: Tokens that one hash gives.
+_BLOCK = 64
+
+#: Seeds fit a signed 64-bit integer, which is all that every carrier takes.
+_SEED_MASK = 2**63 - 1
+
+
+def scripted_token(seed: int, k: int) -> int:
+    """The token at output index `k`."""
+    return _block(seed, k // _BLOCK)[k % _BLOCK]
+
+
+def scripted_tokens(seed: int, n: int, start: int = 0) -> list[int]:
+    """The `n` tokens from output index `start` on."""
+    return [scripted_token(seed, k) for k in range(start, start + n)]
+
+
+def script_seed(request: Request, cut: int = 0) -> int:
+    """What the request's script depends on: its own seed, else its id; greedy: its prompt, as a real model would.
+
+    Of a resumed request the last `cut` prompt tokens are output delivered before; they change nothing.
+    """
+    if request.sampling.seed is not None:
+        return request.sampling.seed & _SEED_MASK
+    if not request.sampling.greedy:
+        return _hash(request.id.encode())
+    return _hash(array("q", request.prompt_token_ids[: len(request.prompt_token_ids) - cut]).tobytes())
+
+
+def _hash(source: bytes) -> int:
+    return int.from_bytes(blake2b(source, digest_size=8).digest(), "big") & _SEED_MASK
+
+
+@lru_cache(maxsize=4096)
+def _block(seed: int, index: int) -> bytes:
+    noise = blake2b(seed.to_bytes(8, "big") + index.to_bytes(8, "big"), digest_size=_BLOCK).digest()
+    return noise.translate(_LETTER)
+
+
+#: The commonest piece, one token in the middle of a stream, made once for each letter.
+_ONE_TOKEN = {token: Piece(tokens=(token,), text=chr(token)) for token in _ALPHABET}
+
+
+class _Run:
+    """One request inside the engine."""
+
+    def __init__(self, request: Request, cut: int, max_tokens: int) -> None:
+        self.id = request.id
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.seed = script_seed(request, cut)
+        self.start = self.offset = cut
+        self.end = cut + max_tokens
+        self.stop = tuple(filter(None, request.sampling.stop))
+        #: Characters kept back because a stop string may have begun in them.
+        self.hold = max(map(len, self.stop), default=1) - 1
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish: str | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.prompt_tokens + self.offset - self.start
+
+    def advance(self) -> None:
+        """Take part in one step."""
+        token = _block(self.seed, self.offset // _BLOCK)[self.offset % _BLOCK]
+        self.offset += 1
+        self.tokens.append(token)
+        if self.stop:
+            self._look_for_stop(token)
+        if self.finish is None and self.offset >= self.end:
+            self.finish = "length"
+        self.wake()
+
+    def _look_for_stop(self, token: int) -> None:
+        self.text += chr(token)
+        found = [at for at in map(self.text.find, self.stop) if at >= 0]
+        if found:
+            self.text, self.finish = self.text[: min(found)], "stop"
+
+    def end_as(self, finish: str) -> None:
+        if self.finish is None:
+            self.finish = finish
+            self.wake()
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+        self.waiter = None
+
+    def take(self) -> Piece | None:
+        """What the request got since the last look; steps merge if its reader is slow."""
+        tokens = self.tokens
+        if self.finish is None:
+            if not tokens:
+                return None
+            if len(tokens) == 1 and not self.stop:
+                return _ONE_TOKEN[tokens.pop()]
+        self.tokens = []
+        return Piece(tokens=tuple(tokens), text=self._take_text(tokens), finish=self.finish)
+
+    def _take_text(self, tokens: list[int]) -> str:
+        if not self.stop:
+            return bytes(tokens).decode("ascii")
+        ready = len(self.text) if self.finish is not None else max(0, len(self.text) - self.hold)
+        text, self.text = self.text[:ready], self.text[ready:]
+        return text
+
+
+class ScriptedEngine:
+    """The Engine protocol over made-up tokens. One task steps while anything runs."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._running: dict[_Run, None] = {}
+        self._waiting: deque[_Run] = deque()
+        self._told: list[Callable[[], None]] = []
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._due_s = 0.0
+
+    async def start(self) -> EngineFacts:
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._step_forever(), name="scripted-engine")
+        return EngineFacts(
+            slots=self._model.slots, context_tokens=self._model.context_tokens, kv_tokens=self._kv_tokens
+        )
+
+    def on_step(self, told: Callable[[], None]) -> None:
+        self._told.append(told)
+
+    async def generate(self, request: Request, cut: int = 0) -> AsyncGenerator[Piece]:
+        """The request's pieces. The last `cut` prompt tokens are output that was delivered before."""
+        run = self._enter(request, cut)
+        try:
+            while True:
+                piece = run.take()
+                if piece is None:
+                    await run.wait()
+                    continue
+                yield piece
+                if piece.finish is not None:
+                    return
+        finally:
+            self._leave(run)
+
+    async def abort(self, request_id: str) -> None:
+        for run in [*self._running, *self._waiting]:
+            if run.id == request_id:
+                self._end(run, "abort")
+
+    async def prompt_ids(self, text: str) -> list[int]:
+        return list(f"user: {text}\nassistant: ".encode())
+
+    async def ping(self) -> None:
+        if self._task is None or self._task.done():
+            raise EngineDead("the scripted engine is not running")
+
+    def stats(self) -> EngineStats:
+        used = sum(run.kv_tokens for run in self._running)
+        return EngineStats(running=len(self._running), waiting=len(self._waiting), kv_used=used / self._kv_tokens)
+
+    async def stop(self) -> None:
+        for run in [*self._running, *self._waiting]:
+            self._end(run, "abort")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @property
+    def _kv_tokens(self) -> int:
+        return self._model.slots * self._model.context_tokens
+
+    def _enter(self, request: Request, cut: int) -> _Run:
+        if self._task is None or self._task.done():
+            raise EngineDead("the scripted engine is not running")
+        room = self._model.context_tokens - len(request.prompt_token_ids)
+        if not request.prompt_token_ids or room < 1 or request.sampling.max_tokens < 1:
+            raise EngineRefused(
+                f"a prompt of {len(request.prompt_token_ids)} tokens and max_tokens {request.sampling.max_tokens} "
+                f"do not fit a context of {self._model.context_tokens}"
+            )
+        run = _Run(request, cut, min(request.sampling.max_tokens, room))
+        self._waiting.append(run)
+        self._work.set()
+        return run
+
+    def _end(self, run: _Run, finish: str) -> None:
+        run.end_as(finish)
+        self._leave(run)
+        self._loop.call_soon(self._tell)
+
+    def _leave(self, run: _Run) -> None:
+        self._running.pop(run, None)
+        if run in self._waiting:
+            self._waiting.remove(run)
+
+    async def _step_forever(self) -> None:
+        while True:
+            if not self._running and not self._waiting:
+                self._work.clear()
+                await self._work.wait()
+                self._due_s = self._loop.time()
+            await self._step()
+
+    async def _step(self) -> None:
+        await self._pass_time(self._admit())
+        for run in list(self._running):
+            run.advance()
+            if run.finish is not None:
+                del self._running[run]
+        # The readers woken above are queued on the loop before this call, so each of them has its piece first.
+        self._loop.call_soon(self._tell)
+
+    def _admit(self) -> int:
+        """Fill the free slots; say how many prompt tokens came in."""
+        prompt_tokens = 0
+        while self._waiting and len(self._running) < self._model.slots:
+            run = self._waiting.popleft()
+            self._running[run] = None
+            prompt_tokens += run.prompt_tokens
+        return prompt_tokens
+
+    async def _pass_time(self, prompt_tokens: int) -> None:
+        step = self._model.step
+        step_ms = step.base_ms + step.sequence_ms * len(self._running) + step.prefill_ms * prompt_tokens
+        # Counted from the last step's due time, so that a timer's lateness does not add up; a stall is forgiven.
+        now_s = self._loop.time()
+        self._due_s = max(self._due_s + step_ms / 1000, now_s)
+        await asyncio.sleep(self._due_s - now_s)
+
+    def _tell(self) -> None:
+        for told in self._told:
+            told()

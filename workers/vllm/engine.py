@@ -1,0 +1,292 @@
+"""vLLM in process: AsyncLLM behind the Engine protocol, with the real model or with a timed fake step.
+
+Facts of vLLM 0.32 that shape this file:
+- Starting blocks for seconds to minutes and shutting down blocks too: both run in a thread.
+- A cancelled request can leak inside vLLM, so every run that did not finish is aborted by its own id.
+- `finish_reason="abort"` also means "the engine is shutting down": whoever aborted nothing must not take it for an end.
+- An engine process that hangs looks healthy from outside: only a round trip into it tells.
+vLLM is imported when the engine starts, never with this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.catalog import Model
+from core.values import Request
+from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece
+from workers.scripted import script_seed
+
+_EXECUTORS = "workers.vllm.executors"
+
+#: Set before vLLM is imported, whatever the operator's environment says.
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # we have threads, and on a GPU a context: neither survives a fork
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # weights come from a folder; a hub that is looked for costs seconds, and leaks names
+    "VLLM_MAX_N_SEQUENCES": "1",
+}
+
+#: Set unless the operator has.
+_ENVIRONMENT_DEFAULTS = {
+    "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Binding threads pays on a machine of one's own with many cores; on a small, shared one the gateway, the stores
+    # and the tests run on the same cores, and a bound thread waits behind them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+#: vLLM's finish reasons in ours.
+_FINISH = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+
+#: The CPU's attention kernel takes multiples of this many tokens as a block, and nothing else.
+_CPU_BLOCK_TOKENS = 32
+
+#: KV cache of a timed engine whose model names none, MiB.
+_TIMED_KV_MIB = 1024
+
+
+class VllmEngine:
+    """The Engine protocol over AsyncLLM; `timed` replaces the model step by a script that takes the profile's time."""
+
+    def __init__(
+        self, model: Model, data: Path, timed: bool = False, *, ping_s: float = 10.0, drain_s: float = 30.0
+    ) -> None:
+        self._model = model
+        self._folder = model.weights_folder(data)
+        self._timed = timed
+        self._ping_s = ping_s  #: a longer silence of the engine process is its death
+        self._drain_s = drain_s  #: how long vLLM lets requests run on if the process group is told to end
+        self._engine: Any = None
+        self._ids = count(1)
+        self._run_ids: dict[str, list[str]] = {}
+        self._told: list[Callable[[], None]] = []
+        self._stats = EngineStats(running=0, waiting=0, kv_used=0.0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+
+    async def start(self) -> EngineFacts:
+        self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(self._thread, self._load)
+        cache = self._engine.vllm_config.cache_config
+        return EngineFacts(
+            slots=self._model.slots,
+            context_tokens=self._model.context_tokens,
+            kv_tokens=(cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
+        )
+
+    def on_step(self, told: Callable[[], None]) -> None:
+        self._told.append(told)
+
+    async def generate(self, request: Request, cut: int = 0) -> AsyncGenerator[Piece]:
+        """The request's pieces. The last `cut` prompt tokens are output that was delivered before."""
+        engine = self._alive()
+        # vLLM aborts by id, every request of that id at once: a second attempt must not end with the first.
+        run_id = f"{request.id}#{next(self._ids)}"
+        self._run_ids.setdefault(request.id, []).append(run_id)
+        finished = False
+        try:
+            with _errors_as_ours():
+                outputs = engine.generate(
+                    self._prompt(request), self._params(request, cut), run_id, priority=int(request.cls)
+                )
+                async with aclosing(outputs):  # leaving the loop alone would not abort
+                    async for output in outputs:
+                        piece = _piece(output)
+                        finished = piece.finish is not None
+                        yield piece
+        finally:
+            self._forget(request.id, run_id)
+            if not finished and not engine.errored:
+                await engine.abort(run_id)
+
+    async def abort(self, request_id: str) -> None:
+        run_ids = self._run_ids.get(request_id)
+        if run_ids and self._engine is not None and not self._engine.errored:
+            await self._engine.abort(list(run_ids))
+            # The last piece of an abort comes outside any step, and perhaps no step follows.
+            self._loop.call_soon(self._tell)
+
+    async def prompt_ids(self, text: str) -> list[int]:
+        tokenizer = self._alive().get_tokenizer()
+        turn = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
+        return ids
+
+    async def ping(self) -> None:
+        try:
+            with _errors_as_ours():
+                await asyncio.wait_for(self._alive().is_sleeping(), self._ping_s)
+        except TimeoutError:
+            raise EngineDead(f"the engine process did not answer within {self._ping_s} s") from None
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def stop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if not engine.errored:
+                await engine.abort([run_id for run_ids in self._run_ids.values() for run_id in run_ids])
+            if engine.output_handler is not None:  # it would take the end that we ask for here for a crash, and log it
+                engine.output_handler.cancel()
+            await self._loop.run_in_executor(self._thread, engine.shutdown, self._drain_s)
+        self._thread.shutdown(wait=False)
+
+    def _load(self) -> None:
+        # Kept here and not returned: a result lives on in its thread, and vLLM complains if it dies with the process.
+        os.environ.update(_ENVIRONMENT)
+        for name, value in _ENVIRONMENT_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
+        try:
+            self._engine = AsyncLLM.from_engine_args(
+                args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[_step_logger(self._recorded)]
+            )
+        except RuntimeError as e:
+            raise EngineDead(f"vLLM did not start: {e}") from e
+
+    def _arguments(self, *, on_cpu: bool) -> dict[str, Any]:
+        """Every size by name: AsyncLLM's own defaults are smaller than the server's, and differ between GPUs."""
+        model, knobs = self._model, self._model.engine
+        unit = _CPU_BLOCK_TOKENS if on_cpu and not self._timed else 1
+        kv_cache_mib = knobs.kv_cache_mib or (_TIMED_KV_MIB if self._timed else 0)
+        return {
+            "model": str(self._folder),
+            "served_model_name": model.name or None,
+            "dtype": knobs.dtype,
+            "max_model_len": model.context_tokens,
+            "max_num_seqs": model.slots,
+            "max_num_batched_tokens": max(knobs.batched_tokens, model.slots),
+            "block_size": -(-knobs.block_tokens // unit) * unit,
+            "kv_cache_memory_bytes": kv_cache_mib * 2**20 or None,
+            "enforce_eager": on_cpu or self._timed or knobs.eager,
+            "enable_prefix_caching": True,
+            "prefix_caching_hash_algo": "sha256_cbor",  # the only one that a gateway can compute too
+            "scheduling_policy": "priority",
+            "shutdown_timeout": int(self._drain_s),
+            "enable_log_requests": False,  # prompts never reach logs
+            "disable_log_stats": True,
+            "generation_config": "vllm",  # sampling is what the request says, not what the model's folder does
+            "distributed_executor_backend": f"{_EXECUTORS}.{self._executor(on_cpu)}",
+            "additional_config": {"step": msgspec.structs.asdict(model.step)},
+        } | ({"async_scheduling": False} if self._timed else {})
+
+    def _executor(self, on_cpu: bool) -> str:
+        if self._timed:
+            return "TimedExecutor"
+        return "GuardedMultiproc" if on_cpu else "GuardedUniproc"
+
+    def _alive(self) -> Any:
+        if self._engine is None or self._engine.errored:
+            raise EngineDead("the engine process is gone")
+        return self._engine
+
+    def _prompt(self, request: Request) -> Any:
+        from vllm.inputs.engine import tokens_input
+
+        return tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt or None)
+
+    def _params(self, request: Request, cut: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        asked = request.sampling
+        # The timed step knows a request only by its parameters.
+        script = {"script_seed": script_seed(request, cut), "script_cut": cut} if self._timed else None
+        return SamplingParams(
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            seed=asked.seed,
+            stop=list(asked.stop),
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=asked.repetition_penalty,
+            ignore_eos=asked.ignore_eos,
+            extra_args=script,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _forget(self, request_id: str, run_id: str) -> None:
+        run_ids = self._run_ids[request_id]
+        run_ids.remove(run_id)
+        if not run_ids:
+            del self._run_ids[request_id]
+
+    def _recorded(self, scheduler_stats: Any) -> None:
+        """vLLM has put every request's output of a step into its queue, and woken the reader."""
+        if scheduler_stats is not None:
+            self._stats = EngineStats(
+                running=scheduler_stats.num_running_reqs,
+                waiting=scheduler_stats.num_waiting_reqs,
+                kv_used=scheduler_stats.kv_cache_usage,
+            )
+        # The readers are queued on the loop before this call, so each of them has its piece first.
+        self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        for told in self._told:
+            told()
+
+
+def _piece(output: Any) -> Piece:
+    completion = output.outputs[0]
+    reason = completion.finish_reason
+    if reason is not None and reason not in _FINISH:
+        raise EngineRefused(f"the engine broke off this request ({reason})")
+    return Piece(
+        tokens=tuple(completion.token_ids),
+        text=completion.text,
+        finish=_FINISH[reason] if reason is not None else None,
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+@contextmanager
+def _errors_as_ours() -> Iterator[None]:
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except EngineDeadError as e:
+        raise EngineDead("the engine process is gone") from e
+    except (VLLMClientError, GracefulHTTPError) as e:
+        # The first argument only: the rest may quote the request.
+        raise EngineRefused(str(e.args[0]) if e.args else str(e)) from e
+    except EngineGenerateError as e:
+        raise EngineRefused("the engine could not run this request") from e
+
+
+def _step_logger(recorded: Callable[[Any], None]) -> Any:
+    """A vLLM stat logger, which is called once a step, on the loop, after the step's outputs were queued."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepLogger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """There is one engine, and nothing to prepare."""
+
+        def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+            recorded(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            """We say so ourselves."""
+
+    return StepLogger
