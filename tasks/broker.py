@@ -18,7 +18,7 @@ from typing import Any
 
 import dramatiq
 from dramatiq.broker import Broker, Consumer, MessageProxy
-from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
+from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound, RateLimitExceeded
 from dramatiq.message import Message
 from dramatiq.middleware import Callbacks, Middleware, Pipelines, Retries, TimeLimit
 
@@ -61,7 +61,7 @@ class QueueBroker(Broker):
         try:
             return self.queues[queue_name]
         except KeyError:
-            raise QueueNotFound(queue_name) from None
+            raise QueueNotFound(queue_name) from None  # type: ignore[no-untyped-call]
 
     def enqueue(self, message: Message[Any], *, delay: int | None = None) -> Message[Any]:
         """Put a message on its queue. Repeating it is safe; a retry of Dramatiq's is another id."""
@@ -76,7 +76,8 @@ class QueueBroker(Broker):
         )
         accepted = self._run(queue.enqueue(task))
         if accepted.status == "full":
-            raise dramatiq.errors.RateLimitExceeded(f"queue {message.queue_name} is full ({accepted.place} wait)")
+            full = f"queue {message.queue_name} is full ({accepted.place} wait)"
+            raise RateLimitExceeded(full)  # type: ignore[no-untyped-call]
         self.emit_after("enqueue", message, delay)
         return message
 
@@ -110,14 +111,14 @@ class QueueBroker(Broker):
             if not any(depth.waiting) and not depth.running and not delayed:
                 return
             if deadline is not None and time.monotonic() > deadline:
-                raise QueueJoinTimeout(queue_name)
+                raise QueueJoinTimeout(queue_name)  # type: ignore[no-untyped-call]
             time.sleep(0.02)
 
     def _run(self, call: Call[Any]) -> Any:
         try:
             return self.store.run(call)
         except AWAY as e:
-            raise ConnectionClosed(e) from None
+            raise ConnectionClosed(e) from None  # type: ignore[no-untyped-call]
 
 
 def _task_id(message: Message[Any]) -> str:

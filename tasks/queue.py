@@ -37,9 +37,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from dramatiq.message import Message
 
 from core.redis import Call, command, scripts, tag
-from core.values import Class, Ending, Outcome, Usage
+from core.usage import facts
+from core.values import Class, Ending, Outcome, Request, Usage
 
 _KEYS = (
     "waiting", "tenants", "rows", "tasks", "claims", "leases", "sums", "deadlines", "delays", "forget", "counters",
@@ -115,6 +117,24 @@ class Depth:
     running: int
     oldest_wait_ms: int
     buried: bool  #: the dead worker named has no claim left
+
+
+def generation(request: Request) -> Task:
+    """The task of a request: the message names the actor and the id; the request itself is the task's body."""
+    message: Message[None] = Message(
+        queue_name=request.model, actor_name="generate", args=(request.id,), kwargs={}, options={}, message_id=request.id
+    )
+    return Task(
+        id=request.id,
+        message=message.encode(),
+        cls=request.cls,
+        tenant=request.caller.org_id,
+        gateway=request.gateway,
+        rerunnable=request.rerunnable,
+        input_tokens=len(request.prompt_token_ids),
+        facts=facts(request),
+        body=msgspec.msgpack.encode(request),
+    )
 
 
 class Queue:

@@ -284,7 +284,7 @@ class Runner:
                 if message is not None:
                     self.let_go(message["data"].decode(), "cancelled")
         finally:
-            await pubsub.aclose()  # type: ignore[no-untyped-call]
+            await pubsub.aclose()
 
     # --- supervision
 

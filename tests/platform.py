@@ -1,0 +1,241 @@
+"""A whole platform of real processes on the scripted engine, as `forebay up` would run it, under the tests' hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import redis
+import requests
+from openai import OpenAI
+
+from billing import prices
+from core import fleet, postgres
+from core.accounts import keys, tenants
+from core.redis import Store, tag
+from core.supervise import Death, Process, Supervisor
+from tasks.queue import Queue
+
+T = TypeVar("T")
+
+MODEL = "scripted"
+PEPPER = "a pepper for tests only"
+
+#: Two fast models: one that answers at once, and one that takes its time, so that faults find it busy.
+CATALOG = """
+[models.scripted]
+tokenizer = "bytes"
+context_tokens = 4096
+max_output_tokens = 256
+slots = 32
+workers = { min = 2, max = 2 }
+[models.scripted.step]
+base_ms = 4.0
+sequence_ms = 0.0
+prefill_ms = 0.0
+"""
+
+
+def until(ready: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
+    """Wait for something to be true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := ready()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+@dataclass
+class Platform:
+    """The processes, and what tests look at."""
+
+    data: Path
+    redis_url: str
+    database_url: str
+    ports: tuple[int, ...]
+    supervisor: Supervisor
+    key: str = ""
+    org_id: str = ""
+    key_id: str = ""
+    deaths: list[Death] = field(default_factory=list)
+    open: list[Any] = field(default_factory=list)  #: clients and stores, to be closed at the end
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    def client(self, gateway: int = 0, **options: Any) -> OpenAI:
+        """A client of a gateway; closed with the platform."""
+        base_url = f"http://127.0.0.1:{self.ports[gateway]}/v1"
+        client = OpenAI(base_url=base_url, api_key=self.key, **{"max_retries": 0, **options})
+        self.open.append(client)
+        return client
+
+    def post(self, path: str, body: Any = None, *, key: str | None = None, **options: Any) -> requests.Response:
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        return requests.post(self.url + path, json=body, headers=headers, timeout=20, **options)
+
+    # --- the stores
+
+    @cached_property
+    def store(self) -> Store:
+        client = redis.Redis.from_url(self.redis_url)
+        self.open.append(client)
+        return Store(client)
+
+    def usage_rows(self) -> list[dict[str, Any]]:
+        engine = postgres.connect(self.database_url)
+        try:
+            with postgres.transaction(engine) as connection:
+                rows = connection.execute(postgres.text("SELECT * FROM usage_events ORDER BY event_id")).mappings()
+                return [dict(row) for row in rows]
+        finally:
+            engine.dispose()
+
+    def usage_of(self, request_id: str) -> dict[str, Any]:
+        """The one usage row of a request, once it is there."""
+        rows = until(lambda: [r for r in self.usage_rows() if str(r["event_id"]) == request_id], f"usage of {request_id}")
+        assert len(rows) == 1
+        return rows[0]
+
+    def quiet(self) -> None:
+        """Wait until nothing waits, runs or is held, and every ending is in Postgres."""
+        store = self.store
+
+        def nothing() -> bool:
+            depth = store.run(Queue(MODEL).tick())
+            left = store.client.xlen(tag(MODEL) + "usage")
+            open_holds = store.client.zcard(tag(f"org:{self.org_id}") + "open")
+            return not any(depth.waiting) and depth.running == 0 and left == 0 and open_holds == 0
+
+        until(nothing, "the platform to be quiet", 30)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Every request's row in the queue."""
+        found = self.store.client.hgetall(tag(MODEL) + "rows")
+        return {name.decode(): msgspec.msgpack.decode(row, strict=False) for name, row in found.items()}
+
+    # --- the processes
+
+    def workers(self) -> list[fleet.Worker]:
+        return [row for row in self.store.run(fleet.workers(MODEL)) if row.state == "ready"]
+
+    def busy(self) -> list[fleet.Worker]:
+        return [row for row in self.workers() if row.running]
+
+    def worker_running(self, request_id: str) -> psutil.Process:
+        """The process that runs a request."""
+        claims = self.store.client.zrange(tag(MODEL) + "claims", 0, -1)
+        worker = next(c.decode().rpartition("|")[0] for c in claims if c.decode().endswith("|" + request_id))
+        return psutil.Process(int(worker.rpartition(":")[2]))
+
+    def pid(self, name: str) -> int:
+        return self.supervisor.pids()[name]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    import socket
+
+    sockets = [socket.socket() for _ in range(count)]
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = tuple(int(sock.getsockname()[1]) for sock in sockets)
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def start(
+    data: Path, redis_url: str, database_url: str, *, catalog: str = CATALOG, gateways: int = 2, environ: Mapping[str, str] | None = None
+) -> Iterator[Platform]:
+    """Run a platform: gateways, a host agent with its workers, the scaler's clock."""
+    import threading
+
+    postgres.migrate(database_url)
+    path = data / "catalog.toml"
+    path.write_text(catalog)
+    ports = free_ports(gateways)
+    platform = Platform(data, redis_url, database_url, ports, Supervisor(drain_s=5))
+    platform.supervisor.died = platform.deaths.append
+    base = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")},
+        "REDIS_URL": redis_url,
+        "DATABASE_URL": database_url,
+        "FOREBAY_DATA": str(data),
+        "FOREBAY_CATALOG": str(path),
+        "FOREBAY_ENGINE": "scripted",
+        "FOREBAY_PEPPER": PEPPER,
+        "FOREBAY_SALT": "a salt for tests only",
+        "FOREBAY_LEASE_MS": "2000",
+        "FOREBAY_DRAIN_S": "5",
+        "FOREBAY_TICK_MS": "300",
+        "FOREBAY_SUPERVISED": "1",
+        **(environ or {}),
+    }
+    _first_key(platform)
+    for number, port in enumerate(ports):
+        _keep(platform, f"web{number}", "web.serve", {**base, "FOREBAY_PORT": str(port)})
+    _keep(platform, "host", "workers.host", base)
+    _keep(platform, "scaler", "scaler.clock", base)
+    tending = threading.Thread(target=platform.supervisor.run, daemon=True)
+    tending.start()
+    try:
+        for port in ports:
+            until(lambda port=port: _ready(port), f"the gateway on {port}", 60)
+        yield platform
+    finally:
+        platform.supervisor.ending = True
+        tending.join(30)
+        for one in platform.open:
+            one.close()
+
+
+def _ready(port: int) -> bool:
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/ready", timeout=2).status_code == 200
+    except (requests.ConnectionError, requests.Timeout):
+        return False
+
+
+def _keep(platform: Platform, name: str, module: str, env: dict[str, str]) -> None:
+    (platform.data / "logs").mkdir(exist_ok=True)
+    log = platform.data / "logs" / f"{name}.log"
+    platform.supervisor.keep(Process(name=name, argv=(sys.executable, "-m", module), env=env, log=log))
+
+
+def _first_key(platform: Platform) -> None:
+    engine = postgres.connect(platform.database_url)
+    with postgres.transaction(engine) as connection:
+        organisation = tenants.create_organisation(connection, "acme")
+        project = tenants.create_project(connection, org_id=organisation.id, name="web")
+        plain, row = keys.create_key(
+            connection, org_id=organisation.id, project_id=project.id, name="test", pepper=PEPPER.encode()
+        )
+        price = prices.set_price(
+            connection, MODEL, input_per_mtok=Decimal(1), output_per_mtok=Decimal(2), effective_from=datetime.now(UTC)
+        )
+    platform.store.run(prices.project([price]))
+    platform.key, platform.key_id, platform.org_id = plain, row.id, organisation.id
+    engine.dispose()
+
+
+def kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, how)
+
+
+def command(platform: Platform, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the `forebay` command against the platform."""
+    env = {**os.environ, "REDIS_URL": platform.redis_url, "DATABASE_URL": platform.database_url, "FOREBAY_DATA": str(platform.data)}
+    return subprocess.run([sys.executable, "-m", "ops.cli", *words], env=env, capture_output=True, text=True, timeout=60)
