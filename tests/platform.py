@@ -26,6 +26,7 @@ from core import fleet, postgres
 from core.accounts import keys, tenants
 from core.redis import Store, tag
 from core.supervise import Death, Process, Supervisor
+from core.values import Ending
 from tasks.queue import Queue
 
 T = TypeVar("T")
@@ -55,6 +56,14 @@ def until(ready: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.02)
     return found
+
+
+class Row(msgspec.Struct):
+    """What tests look at of a request's row in the queue."""
+
+    state: str
+    attempt: int
+    ending: Ending | None = None
 
 
 @dataclass
@@ -122,10 +131,10 @@ class Platform:
 
         until(nothing, "the platform to be quiet", 30)
 
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> dict[str, Row]:
         """Every request's row in the queue."""
         found = self.store.client.hgetall(tag(MODEL) + "rows")
-        return {name.decode(): msgspec.msgpack.decode(row, strict=False) for name, row in found.items()}
+        return {name.decode(): msgspec.msgpack.decode(row, type=Row) for name, row in found.items()}
 
     # --- the processes
 

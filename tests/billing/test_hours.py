@@ -179,3 +179,26 @@ def test_money_in_json_is_a_string(mixed: None, engine: Engine) -> None:
     shown = row.shown(By.MODEL)
     assert shown["model"] == "tiny" and Decimal(shown["amount"]) == row.amount
     assert isinstance(shown["amount"], str)
+
+
+def test_usage_that_comes_in_while_its_hour_is_rolled_leaves_it_dirty(
+    log: Any, ledger: Any, engine: Engine, ingest: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed after the totals were read and before they are written."""
+    read = hours._totals
+
+    def interrupted(*arguments: Any) -> Any:
+        totals = read(*arguments)
+        log.enter(entry_id=at(0, 2))
+        ingest()
+        return totals
+
+    log.enter(entry_id=at(0, 1))
+    ingest()
+    with monkeypatch.context() as patch:
+        patch.setattr(hours, "_totals", interrupted)
+        hours.roll_dirty(engine)
+    assert ledger.rows("SELECT requests FROM usage_hourly") == [(1,)]
+
+    assert hours.roll_dirty(engine) == 1
+    assert ledger.rows("SELECT requests FROM usage_hourly") == [(2,)]

@@ -1,0 +1,534 @@
+"""The laws of the Engine protocol, on all three fillings: scripted, timed (real vLLM, fake step) and vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+import core.catalog
+from core.catalog import Model
+from core.values import Caller, Request, Sampling
+from workers.engine import EngineDead, EngineRefused, EngineStats, Piece
+from workers.scripted import ScriptedEngine, script_seed, scripted_token, scripted_tokens
+from workers.vllm.engine import VllmEngine
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("FOREBAY_DATA", ROOT / ".forebay"))
+MODEL = core.catalog.load()["smollm2-135m-instruct"]
+
+#: "What is the capital of France?" through SmolLM2's chat template.
+CANARY = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
+CANARY += [2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+
+T = TypeVar("T")
+
+
+def request(name: str, prompt: list[int] | None = None, cache_salt: str = "", **sampling: Any) -> Request:
+    return Request(
+        id=name,
+        model=MODEL.name,
+        caller=Caller(org_id="org", project_id="project", key_id="key"),
+        gateway="gateway",
+        prompt_token_ids=prompt or list(range(1000, 1020)),
+        sampling=Sampling(**{"max_tokens": 8, "ignore_eos": True} | sampling),
+        cache_salt=cache_salt,
+    )
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    cached_tokens: int = 0
+    pieces: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.text += piece.text
+        self.finish, self.cached_tokens, self.pieces = piece.finish, piece.cached_tokens, self.pieces + 1
+
+
+class Started:
+    """A started engine and the one loop it lives on."""
+
+    def __init__(self, kind: str, engine: ScriptedEngine | VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.kind, self.engine, self._loop = kind, engine, loop
+        self.told: Callable[[], None] = lambda: None
+        engine.on_step(lambda: self.told())
+
+    def run(self, work: Coroutine[Any, Any, T], within_s: float = 60) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(work, within_s))
+
+    async def ask(self, request: Request, cut: int = 0, each: Callable[[Piece], None] = lambda _: None) -> Answer:
+        answer = Answer()
+        async with aclosing(self.engine.generate(request, cut)) as pieces:
+            async for piece in pieces:
+                answer.add(piece)
+                each(piece)
+        return answer
+
+    async def open(self, request: Request) -> tuple[AsyncGenerator[Piece], Piece]:
+        """A stream that has given its first piece."""
+        pieces = self.engine.generate(request)
+        return pieces, await anext(pieces)
+
+    async def idle(self, within_s: float = 5) -> EngineStats:
+        """Its counts once nothing runs; the last ones seen if that takes too long."""
+        end_s = time.monotonic() + within_s
+        while (self.engine.stats().running or self.engine.stats().waiting) and time.monotonic() < end_s:
+            await asyncio.sleep(0.01)
+        return self.engine.stats()
+
+
+def make(kind: str, model: Model = MODEL) -> ScriptedEngine | VllmEngine:
+    return ScriptedEngine(model) if kind == "scripted" else VllmEngine(model, DATA, timed=kind == "timed")
+
+
+def start(kind: str) -> Iterator[Started]:
+    loop = asyncio.new_event_loop()
+    engine = make(kind)
+    loop.run_until_complete(engine.start())
+    yield Started(kind, engine, loop)
+    loop.run_until_complete(engine.stop())
+    loop.close()
+
+
+@pytest.fixture(scope="module", params=["scripted", "timed", "vllm"])
+def started(request: pytest.FixtureRequest) -> Iterator[Started]:
+    yield from start(request.param)
+
+
+@pytest.fixture
+def scripted(started: Started) -> Started:
+    """Engines whose every token is known."""
+    if started.kind == "vllm":
+        pytest.skip("a real model's tokens are its own")
+    return started
+
+
+@pytest.fixture
+def real(started: Started) -> Started:
+    if started.kind != "vllm":
+        pytest.skip("asks for a real model")
+    return started
+
+
+@pytest.fixture
+def processes(started: Started) -> Started:
+    if started.kind == "scripted":
+        pytest.skip("has no process of its own")
+    return started
+
+
+def test_the_canary_gets_its_answer(started: Started) -> None:
+    """The model answers what the catalogue expects; without a model any answer will do."""
+    answer = started.run(started.ask(request("canary", CANARY, max_tokens=20, temperature=0, ignore_eos=False)))
+
+    if started.kind == "vllm":
+        assert (answer.text, answer.finish) == (MODEL.canary.answer, "stop")
+    assert answer.text
+
+
+def test_a_request_ends_at_max_tokens(started: Started) -> None:
+    answer = started.run(started.ask(request("short", max_tokens=5)))
+
+    assert (len(answer.tokens), answer.finish) == (5, "length")
+
+
+def test_a_request_ends_where_the_context_does(started: Started) -> None:
+    """vLLM cuts max_tokens to what is left of the context, and so do the others."""
+    prompt = list(range(100, 100 + MODEL.context_tokens - 3))
+
+    answer = started.run(started.ask(request("brim", prompt, max_tokens=50)))
+
+    assert (len(answer.tokens), answer.finish) == (3, "length")
+
+
+def test_requests_run_together(started: Started) -> None:
+    """As many as there are slots share the steps: all are under way before any has ended."""
+    seen: list[int] = []
+
+    async def together() -> list[Answer]:
+        started.told = lambda: seen.append(started.engine.stats().running)
+        return await asyncio.gather(*[started.ask(request(f"many{i}", max_tokens=12)) for i in range(MODEL.slots + 2)])
+
+    answers = started.run(together())
+
+    assert [len(answer.tokens) for answer in answers] == [12] * (MODEL.slots + 2)
+    assert max(seen) == MODEL.slots
+    assert started.run(started.idle()).running == 0
+
+
+def test_every_piece_of_a_step_is_handed_out_before_the_callback(started: Started) -> None:
+    """Once all run, each callback finds one piece of one token from every request, just handed over."""
+    names = [f"step{i}" for i in range(6)]
+    since: dict[str, list[int]] = {}
+    steps: list[dict[str, list[int]]] = []
+    delays_s: list[float] = []
+    last_s = 0.0
+
+    def got(name: str) -> Callable[[Piece], None]:
+        def each(piece: Piece) -> None:
+            nonlocal last_s
+            last_s = time.monotonic()
+            since.setdefault(name, []).append(len(piece.tokens))
+
+        return each
+
+    def told() -> None:
+        nonlocal since
+        if since:
+            delays_s.append(time.monotonic() - last_s)
+            steps.append(since)
+        since = {}
+
+    async def together() -> None:
+        started.told = told
+        await asyncio.gather(*[started.ask(request(name, max_tokens=20), each=got(name)) for name in names])
+
+    started.run(together())
+    started.run(started.idle())
+
+    assert sum(sum(sum(pieces) for pieces in step.values()) for step in steps) == 20 * len(names)
+    together_steps = [step for step in steps if len(step) == len(names)]
+    assert len(together_steps) >= 12
+    assert all(pieces == [1] for step in together_steps for pieces in step.values())
+    # Told a step late, the callback would find the pieces older than the step's 13 ms.
+    assert sorted(delays_s)[len(delays_s) // 2] < 0.005
+
+
+def test_closing_a_stream_frees_the_engine(started: Started) -> None:
+    async def leave() -> EngineStats:
+        pieces, _ = await started.open(request("left", max_tokens=1000))
+        await pieces.aclose()
+        return await started.idle()
+
+    stats = started.run(leave())
+
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_cancelling_a_reader_frees_the_engine(started: Started) -> None:
+    """At whatever moment it comes: also while the request is only on its way into the engine."""
+
+    async def cancel_early_and_late() -> EngineStats:
+        for delay_s in (0, 0.001, 0.05):
+            task = asyncio.create_task(started.ask(request("cancelled", max_tokens=1000)))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            await asyncio.wait([task])
+        await started.ask(request("after", max_tokens=3))
+        return await started.idle()
+
+    assert started.run(cancel_early_and_late()).running == 0
+    if isinstance(started.engine, VllmEngine):
+        assert started.engine._engine.get_num_unfinished_requests() == 0
+        assert started.engine._run_ids == {}
+
+
+def test_an_aborted_request_ends_at_once_and_says_so(started: Started) -> None:
+    async def abort() -> tuple[float, Answer]:
+        reader = asyncio.create_task(started.ask(request("aborted", max_tokens=1000)))
+        await asyncio.sleep(0.3)
+        begin_s = time.monotonic()
+        await started.engine.abort("aborted")
+        answer = await reader
+        return time.monotonic() - begin_s, answer
+
+    took_s, answer = started.run(abort())
+
+    assert answer.finish == "abort" and 0 < len(answer.tokens) < 1000
+    assert took_s < 1
+    assert started.run(started.idle()).running == 0
+
+
+def test_the_last_piece_of_an_abort_is_followed_by_the_callback(started: Started) -> None:
+    """Nobody else need be running, so no step need follow; the publisher must hear of it all the same."""
+    ended: list[bool] = []
+    told_after_the_end = asyncio.Event()
+
+    async def abort() -> None:
+        started.told = lambda: told_after_the_end.set() if ended else None
+        task = asyncio.create_task(
+            started.ask(request("flushed", max_tokens=1000), each=lambda p: ended.append(True) if p.finish else None)
+        )
+        await asyncio.sleep(0.2)
+        await started.engine.abort("flushed")
+        await task
+        await asyncio.wait_for(told_after_the_end.wait(), 1)
+
+    started.run(abort())
+
+
+def test_aborting_a_stranger_does_nothing(started: Started) -> None:
+    async def abort() -> Answer:
+        reader = asyncio.create_task(started.ask(request("bystander", max_tokens=10)))
+        await started.engine.abort("stranger")
+        return await reader
+
+    assert started.run(abort()).finish == "length"
+
+
+def test_a_second_attempt_of_an_id_does_not_end_with_the_first(started: Started) -> None:
+    async def twice() -> Answer:
+        pieces, _ = await started.open(request("again", max_tokens=1000))
+        second = asyncio.create_task(started.ask(request("again", max_tokens=10)))
+        await asyncio.sleep(0.05)
+        await pieces.aclose()
+        return await second
+
+    assert started.run(twice()).finish == "length"
+
+
+@pytest.mark.parametrize("fault", [{"prompt": list(range(100, 100 + MODEL.context_tokens))}, {"max_tokens": 0}])
+def test_a_refused_request_leaves_the_others_alone(started: Started, fault: dict[str, Any]) -> None:
+    async def refuse() -> Answer:
+        other = asyncio.create_task(started.ask(request("well", max_tokens=10)))
+        with pytest.raises(EngineRefused):
+            await started.ask(request("refused", **fault))
+        return await other
+
+    assert started.run(refuse()).finish == "length"
+
+
+def test_a_ping_comes_back_from_a_busy_engine(started: Started) -> None:
+    async def ping() -> None:
+        pieces, _ = await started.open(request("busy", max_tokens=100))
+        await started.engine.ping()
+        await pieces.aclose()
+
+    started.run(ping())
+
+
+@pytest.mark.parametrize("seed", [None, 7, -1])
+def test_a_scripted_stream_is_known_beforehand(scripted: Started, seed: int | None) -> None:
+    asked = request("known", max_tokens=100, seed=seed)
+
+    answer = scripted.run(scripted.ask(asked))
+
+    assert answer.tokens == scripted_tokens(script_seed(asked), 100)
+
+
+def test_a_resumed_stream_goes_on_with_the_same_tokens(scripted: Started) -> None:
+    """Greedy too, whose seed is its prompt: what was delivered is not part of it."""
+    for sampling in ({"temperature": 0}, {"seed": 3}, {}):
+        first = request("resumed", max_tokens=60, **sampling)
+        whole = scripted_tokens(script_seed(first), 60)
+        rest = request("resumed", first.prompt_token_ids + whole[:25], max_tokens=35, **sampling)
+
+        answer = scripted.run(scripted.ask(rest, cut=25))
+
+        assert (answer.tokens, answer.finish) == (whole[25:], "length")
+
+
+def test_a_stop_string_ends_a_stream_before_it(started: Started) -> None:
+    """The text is cut before the stop string; the tokens that spelled it count."""
+    whole = started.run(started.ask(request("stop", max_tokens=30, temperature=0)))
+    stop = whole.text[10:14]
+    at = whole.text.index(stop)
+
+    answer = started.run(started.ask(request("stop", max_tokens=30, temperature=0, stop=(stop,))))
+
+    assert (answer.text, answer.finish) == (whole.text[:at], "stop")
+    assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert stop not in answer.text and len(answer.tokens) < 30
+
+
+def test_greedy_decoding_repeats_itself(started: Started) -> None:
+    first, second = (started.run(started.ask(request(name, CANARY, temperature=0, max_tokens=12))) for name in "ab")
+
+    assert first.tokens == second.tokens
+
+
+def test_a_prefix_is_cached_within_a_salt_and_not_beyond(processes: Started) -> None:
+    prompt = list(range(2000, 2200))
+
+    cached = [
+        processes.run(processes.ask(request("prefix", prompt, cache_salt=salt))).cached_tokens
+        for salt in ("one", "one", "two")
+    ]
+
+    assert cached[0] == cached[2] == 0
+    assert 150 <= cached[1] < 200
+
+
+def test_a_real_models_resume_goes_on_with_the_same_text(real: Started) -> None:
+    whole = real.run(real.ask(request("long", CANARY, temperature=0, max_tokens=24, ignore_eos=False)))
+
+    rest = real.run(
+        real.ask(request("long", CANARY + whole.tokens[:4], temperature=0, max_tokens=20, ignore_eos=False), cut=4)
+    )
+
+    assert whole.tokens[:4] + rest.tokens == whole.tokens
+
+
+def test_a_dead_engine_is_noticed_at_once_and_leaves_no_process(processes: Started) -> None:
+    """The last test of an engine: it kills it. Its own workers go with it."""
+
+    async def kill() -> float:
+        _, (reader, _) = None, await processes.open(request("doomed", max_tokens=1000))
+        begin_s = time.monotonic()
+        engine_process().send_signal(signal.SIGKILL)
+        with pytest.raises(EngineDead):
+            async for _ in reader:
+                pass
+        return time.monotonic() - begin_s
+
+    family = engine_process().children(recursive=True)
+    took_s = processes.run(kill())
+    with pytest.raises(EngineDead):
+        processes.run(processes.engine.ping())
+    with pytest.raises(EngineDead):
+        processes.run(processes.ask(request("late")))
+
+    assert took_s < 2
+    assert survivors(family, within_s=5) == []
+
+
+def engine_process() -> psutil.Process:
+    [process] = [child for child in psutil.Process().children() if "EngineCore" in title(child)]
+    return process
+
+
+def title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline()) or process.name()
+
+
+def survivors(family: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Who of them still runs after a while; a zombie runs no more."""
+    end_s = time.monotonic() + within_s
+    while (left := [process for process in family if runs(process)]) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return left
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+ORPHANING = """
+import asyncio, sys
+from pathlib import Path
+import core.catalog
+from workers.vllm.engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(core.catalog.load()[sys.argv[1]], Path(sys.argv[2]), timed=True)
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_worker_leaves_no_engine_behind(tmp_path: Path) -> None:
+    """Nothing of ours runs on when the worker process is killed: the engine process watches its parent."""
+    script = tmp_path / "orphaning.py"
+    script.write_text(ORPHANING)
+    worker = subprocess.Popen(
+        [sys.executable, str(script), MODEL.name, str(DATA)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert worker.stdout is not None
+    while (line := worker.stdout.readline()) != b"started\n":
+        assert line, "the engine did not start"
+    family = psutil.Process(worker.pid).children(recursive=True)
+    assert any("EngineCore" in title(process) for process in family)
+
+    worker.kill()
+    worker.wait()
+
+    assert survivors(family, within_s=5) == []
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_slow_reader_gets_its_steps_merged_and_loses_none(slow: bool) -> None:
+    """A reader that is busy for many steps finds what it missed in one piece; the engine's memory stays bounded."""
+    model = core.catalog.Model(context_tokens=1000, step=core.catalog.StepProfile(base_ms=1, sequence_ms=0))
+    asked = request("slow", max_tokens=200, seed=1)
+
+    async def read() -> Answer:
+        engine, answer = ScriptedEngine(model), Answer()
+        await engine.start()
+        async with aclosing(engine.generate(asked)) as pieces:
+            async for piece in pieces:
+                answer.add(piece)
+                if slow:
+                    await asyncio.sleep(0.05)
+        await engine.stop()
+        return answer
+
+    answer = asyncio.run(read())
+
+    assert answer.tokens == scripted_tokens(1, 200) and answer.text == bytes(answer.tokens).decode()
+    assert answer.pieces < 50 if slow else answer.pieces > 150
+
+
+def test_a_scripted_engine_without_a_step_time_leaves_the_loop_to_others() -> None:
+    model = core.catalog.Model(
+        context_tokens=10_000, step=core.catalog.StepProfile(base_ms=0, sequence_ms=0, prefill_ms=0)
+    )
+
+    async def turns_of_another() -> int:
+        engine, turns = ScriptedEngine(model), 0
+        await engine.start()
+
+        async def read() -> None:
+            async with aclosing(engine.generate(request("fast", max_tokens=1000))) as pieces:
+                async for _ in pieces:
+                    pass
+
+        reader = asyncio.create_task(read())
+        while not reader.done():
+            turns += 1
+            await asyncio.sleep(0)
+        await engine.stop()
+        return turns
+
+    assert asyncio.run(turns_of_another()) > 500
+
+
+def test_a_stopped_engine_ends_its_streams_and_takes_no_more() -> None:
+    async def stop() -> str | None:
+        engine = ScriptedEngine(MODEL)
+        await engine.start()
+        pieces = engine.generate(request("running", max_tokens=1000))
+        last = await anext(pieces)
+        await engine.stop()
+        async for piece in pieces:
+            last = piece
+        with pytest.raises(EngineDead):
+            await anext(engine.generate(request("late")))
+        with pytest.raises(EngineDead):
+            await engine.ping()
+        return last.finish
+
+    assert asyncio.run(stop()) == "abort"
+
+
+def test_scripted_tokens_are_letters_that_depend_on_seed_and_place_alone() -> None:
+    tokens = scripted_tokens(5, 300)
+
+    assert set(bytes(tokens)) <= set(b"abcdefghijklmn ")
+    assert scripted_tokens(5, 100, start=200) == tokens[200:]
+    assert [scripted_token(5, k) for k in (299, 0, 64)] == [tokens[299], tokens[0], tokens[64]]
+    assert scripted_tokens(6, 300) != tokens
