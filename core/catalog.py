@@ -1,15 +1,15 @@
 """The models: what each is called, where its weights lie, how its engine runs. TOML; no prices.
 
-    [models."NAME"]
-    weights           "local:FOLDER" (under $FOREBAY_DATA/models), a path, or "" for the scripted engine alone
-    tokenizer         a folder with tokenizer.json and its chat template; empty: the weights' own; "bytes": no files
-    context_tokens    prompt and output together
-    max_output_tokens what a request gets that names no limit
-    slots             sequences an engine runs at once
-    workers           {min, max} engines
-    canary            {prompt, answer}: what turns a warming worker into a ready one, greedy
-    engine            dtype, kv_cache_mib, block_tokens, batched_tokens, eager
-    step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step
+[models."NAME"]
+weights           "local:FOLDER" (under $FOREBAY_DATA/models), a path, or "" for the scripted engine alone
+tokenizer         a folder with tokenizer.json and its chat template; empty: the weights' own; "bytes": no files
+context_tokens    prompt and output together
+max_output_tokens what a request gets that names no limit
+slots             sequences an engine runs at once
+workers           {min, max} engines
+canary            {prompt, answer}: what turns a warming worker into a ready one, greedy
+engine            dtype, kv_cache_mib, block_tokens, batched_tokens, eager
+step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step
 """
 
 from __future__ import annotations

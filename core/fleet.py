@@ -1,12 +1,12 @@
 """The fleet: who is there, in which state, and what each host is to run.
 
-| key                       | type | ttl  | writer                        | reader               | holds                        |
-|---------------------------|------|------|-------------------------------|----------------------|------------------------------|
-| f1:{model}:workers        | HASH | none | the worker, every beat        | scaler, web, ops     | worker -> Worker, msgpack    |
-| f1:{model}:workers_seen   | ZSET | none | with workers                  | `present`            | worker -> last seen, ms      |
-| f1:{fleet}:hosts          | HASH | none | the host's agent, each second | scaler, ops          | host -> Host, msgpack        |
-| f1:{fleet}:hosts_seen     | ZSET | none | with hosts                    | `present`            | host -> last seen, ms        |
-| f1:{fleet}:assignments    | HASH | none | the scaler                    | that host's agent    | host -> {model: count}       |
+| key                     | type | ttl  | writer                 | reader            | holds                     |
+|-------------------------|------|------|------------------------|-------------------|---------------------------|
+| f1:{model}:workers      | HASH | none | the worker, every beat | scaler, web, ops  | worker -> Worker, msgpack |
+| f1:{model}:workers_seen | ZSET | none | with workers           | `present`         | worker -> last seen, ms   |
+| f1:{fleet}:hosts        | HASH | none | the host's agent       | scaler, ops       | host -> Host, msgpack     |
+| f1:{fleet}:hosts_seen   | ZSET | none | with hosts             | `present`         | host -> last seen, ms     |
+| f1:{fleet}:assignments  | HASH | none | the scaler             | that host's agent | host -> {model: count}    |
 
 Promise   a row not renewed for FORGET_MS is gone; times are the store's.
 Dies      worker: its agent removes its row, else it is forgotten. Host: forgotten, with what it was assigned. Scaler:
@@ -92,7 +92,9 @@ def unassign(host: str) -> Call[int]:
 
 
 def _announce(key: str, name: str, row: msgspec.Struct) -> Call[bool]:
-    return Call(script=_SCRIPTS["announce"], keys=(key, key + "_seen"), args=(name, msgspec.msgpack.encode(row)), reply=bool)
+    return Call(
+        script=_SCRIPTS["announce"], keys=(key, key + "_seen"), args=(name, msgspec.msgpack.encode(row)), reply=bool
+    )
 
 
 def _present(key: str, kind: type[Any]) -> Call[list[Any]]:

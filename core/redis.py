@@ -22,7 +22,19 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-__all__ = ["AWAY", "AsyncStore", "Call", "NOW_MS", "RedisError", "Script", "Store", "VERSION", "command", "scripts", "tag"]
+__all__ = [
+    "AWAY",
+    "AsyncStore",
+    "Call",
+    "NOW_MS",
+    "RedisError",
+    "Script",
+    "Store",
+    "VERSION",
+    "command",
+    "scripts",
+    "tag",
+]
 
 T = TypeVar("T")
 
@@ -139,7 +151,8 @@ class Store:
         return call.reply(raw)
 
     def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Run Calls in one round trip. They need not be atomic together; the first error is raised."""
+        """Run Calls in one round trip; the first error is raised. Not atomic, and in order only for plain commands: a
+        script that the store does not know yet runs after the others."""
         pipe = self.client.pipeline(transaction=False)
         for call in calls:
             pipe.execute_command(*call.words(self.loaded.sha(call.script)))
@@ -182,7 +195,7 @@ class AsyncStore:
         return call.reply(raw)
 
     async def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Run Calls in one round trip, in order. They need not be atomic together; the first error is raised."""
+        """As Store.run_all."""
         pipe = self.client.pipeline(transaction=False)
         for call in calls:
             pipe.execute_command(*call.words(self.loaded.sha(call.script)))

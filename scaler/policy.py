@@ -38,6 +38,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     desired: dict[str, int] = {}
     fewer_since_ms: dict[str, int] = {}  #: since when less than `desired` would have sufficed
+    sufficed: dict[str, int] = {}  #: the most that was needed since then
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,30 +59,40 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(models: list[ModelSnapshot], hosts: list[HostSnapshot], memory: Memory, now_ms: int) -> Plan:
     """Decide for every model, then place what was decided."""
-    decided = [_decide(model, memory, now_ms) for model in models]
+    decided = [_decide(model, _before(model, hosts, memory), memory, now_ms) for model in models]
     desired = {decision.model: decision.desired for decision, _ in decided}
-    since = {decision.model: fewer_ms for decision, fewer_ms in decided if fewer_ms is not None}
+    fewer = {decision.model: lull for decision, lull in decided if lull is not None}
     return Plan(
         decisions=tuple(decision for decision, _ in decided),
         assignments=place(desired, hosts),
-        memory=Memory(desired=desired, fewer_since_ms=since),
+        memory=Memory(
+            desired=desired,
+            fewer_since_ms={model: since_ms for model, (since_ms, _) in fewer.items()},
+            sufficed={model: most for model, (_, most) in fewer.items()},
+        ),
     )
 
 
-def _decide(model: ModelSnapshot, memory: Memory, now_ms: int) -> tuple[Decision, int | None]:
-    """The decision, and since when fewer would suffice."""
+def _before(model: ModelSnapshot, hosts: list[HostSnapshot], memory: Memory) -> int:
+    """What was desired so far. A scaler that has just begun to lead takes what its predecessor assigned for that."""
+    assigned = sum(host.assigned.get(model.model, 0) for host in hosts)
+    return min(max(memory.desired.get(model.model, assigned), model.least), model.most)
+
+
+def _decide(model: ModelSnapshot, before: int, memory: Memory, now_ms: int) -> tuple[Decision, tuple[int, int] | None]:
+    """The decision, and since when fewer would suffice, and how many of them."""
     work = model.waiting + model.running
     wanted = min(max(-(-work // model.slots), model.least), model.most)
-    before = min(max(memory.desired.get(model.model, wanted), model.least), model.most)
     facts = f"{model.waiting} wait and {model.running} run on {model.slots} slots a worker"
     if wanted > before:
         return _decision(model, wanted, "grow", f"{facts}: {wanted} are needed"), None
     if wanted == before:
         return _decision(model, before, "hold", f"{facts}: {before} are right"), None
     since_ms = memory.fewer_since_ms.get(model.model, now_ms)
+    most = min(max(memory.sufficed.get(model.model, wanted), wanted), before)
     if now_ms - since_ms >= SHRINK_AFTER_MS:
-        return _decision(model, wanted, "shrink", f"{facts}: {wanted} have sufficed for {SHRINK_AFTER_MS // 1000} s"), None
-    return _decision(model, before, "hold", f"{facts}: {wanted} would suffice, but not yet for long"), since_ms
+        return _decision(model, most, "shrink", f"{facts}: {most} have sufficed for {SHRINK_AFTER_MS // 1000} s"), None
+    return _decision(model, before, "hold", f"{facts}: {most} would suffice, but not yet for long"), (since_ms, most)
 
 
 def _decision(model: ModelSnapshot, desired: int, action: str, reason: str) -> Decision:
@@ -100,7 +111,9 @@ def place(desired: dict[str, int], hosts: list[HostSnapshot]) -> dict[str, dict[
                 left[model] -= keep
     for model, count in sorted(left.items()):
         for _ in range(count):
-            roomiest = max(hosts, key=lambda host: (host.room - sum(placed[host.host].values()), host.host), default=None)
+            roomiest = max(
+                hosts, key=lambda host: (host.room - sum(placed[host.host].values()), host.host), default=None
+            )
             if roomiest is None or roomiest.room <= sum(placed[roomiest.host].values()):
                 break  # no host has room: a provider must launch one
             placed[roomiest.host][model] = placed[roomiest.host].get(model, 0) + 1

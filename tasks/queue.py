@@ -1,23 +1,23 @@
 """The queue of one model: what waits, who has what, how it ends. One hash tag a model; every key begins `f1:{model}:`.
 
-| key       | type      | writer                          | reader          | holds                                        |
-|-----------|-----------|---------------------------------|-----------------|----------------------------------------------|
-| waiting   | ZSET, lex | enqueue, claim, endings         | claim, watch    | `class|tenant|arrival|id`, score 0           |
-| tenants   | ZSET      | with waiting                    | claim           | `class|tenant` by class, then whose turn     |
-| rows      | HASH      | every verb                      | every verb      | id -> msgpack map: state, attempt, worker, … |
-| tasks     | HASH      | enqueue; endings delete         | claim           | id -> Dramatiq message (ids only)            |
-| body:<id> | STRING    | enqueue; finish, cancel delete  | the worker      | the Request; TTL BODY_MS, should all else die|
-| claims    | ZSET, lex | claim, endings                  | beat, reaper    | `worker|id`                                  |
-| leases    | ZSET      | claim, beat                     | reaper          | worker -> when its claims are given up, ms   |
-| sums      | HASH      | claim, cancel, endings          | beat            | worker -> sum over its claims, 48 bits       |
-| nonces    | HASH      | claim                           | claim           | worker -> its last claim, told again if lost |
-| deadlines | ZSET      | with waiting                    | timers          | id -> ms                                     |
-| delays    | ZSET      | enqueue                         | timers          | id -> when it may run, ms                    |
-| forget    | ZSET      | endings                         | timers          | id -> when its ended row goes, ms (15 min)   |
-| counters  | HASH      | every verb                      | tick, watch     | depth per class, tokens, totals, store clock |
-| wake      | ZSET      | enqueue, claim                  | idle workers    | one marker; carries no data, may be lost     |
-| gateways  | ZSET      | watch                           | (later: attach) | gateway -> lease end, ms                     |
-| usage     | STREAM    | endings                         | core/usage.py   | one entry per ending that has facts          |
+| key       | type      | writer                  | reader          | holds                                        |
+|-----------|-----------|-------------------------|-----------------|----------------------------------------------|
+| waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|id`, score 0           |
+| tenants   | ZSET      | with waiting            | claim           | `class|tenant` by class, then whose turn     |
+| rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, … |
+| tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)            |
+| body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest       |
+| claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                  |
+| leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms   |
+| sums      | HASH      | claim, cancel, endings  | beat            | worker -> sum over its claims, 48 bits       |
+| nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost |
+| deadlines | ZSET      | with waiting            | timers          | id -> ms                                     |
+| delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                    |
+| forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms            |
+| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals              |
+| wake      | ZSET      | enqueue, claim          | idle workers    | one marker; carries no data, may be lost     |
+| gateways  | ZSET      | watch                   | (later: attach) | gateway -> lease end, ms                     |
+| usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts          |
 
 Channels: `gateway:<id>` frames and endings (core/stream), `worker:<id>` ids that their callers cancelled.
 
@@ -122,7 +122,12 @@ class Depth:
 def generation(request: Request) -> Task:
     """The task of a request: the message names the actor and the id; the request itself is the task's body."""
     message: Message[None] = Message(
-        queue_name=request.model, actor_name="generate", args=(request.id,), kwargs={}, options={}, message_id=request.id
+        queue_name=request.model,
+        actor_name="generate",
+        args=(request.id,),
+        kwargs={},
+        options={},
+        message_id=request.id,
     )
     return Task(
         id=request.id,
@@ -186,7 +191,7 @@ class Queue:
         return self._call("hand_back", worker, *pairs, reply=int)
 
     def cancel(self, request_id: str) -> Call[str]:
-        """The caller no longer wants it: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told)."""
+        """The caller wants it no more: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told)."""
         return self._call("cancel", request_id, body_of=request_id, reply=_text)
 
     def watch(self, gateway: str, ids: Sequence[str], *, lease_ms: int) -> Call[list[Seen]]:

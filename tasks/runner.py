@@ -46,6 +46,7 @@ class Held:
     task: asyncio.Task[None] | None = None
     usage: Usage = field(default_factory=Usage)  #: counted so far; what a cancelled request is billed for
     let_go: str = ""  #: why its task was stopped: "cancelled", "fenced", "handed back"
+    begun: bool = False  #: asyncio drops a task that is cancelled before its first step, its `finally` too
     finishing: bool = False
 
 
@@ -74,7 +75,9 @@ class Runner:
         room: Callable[[], int],
     ) -> None:
         """`blocking` is a client for the waits: its time-out must be longer than IDLE_S."""
-        unfit = [type(m).__name__ for m in broker.middleware if isinstance(m, TimeLimit | ShutdownNotifications | AsyncIO)]
+        unfit = [
+            type(m).__name__ for m in broker.middleware if isinstance(m, TimeLimit | ShutdownNotifications | AsyncIO)
+        ]
         if unfit:
             raise ValueError(f"{', '.join(unfit)} work on threads; the runner has its own time limit and cancellation")
         self.broker, self.store, self.blocking, self.queue = broker, store, blocking, queue
@@ -93,7 +96,9 @@ class Runner:
         """Work until `drain` is called and done."""
         self.broker.emit_before("worker_boot", self)
         await self._supervised_once(self._beat)
-        self._background = [asyncio.create_task(self._supervised(loop)) for loop in (self._claims, self._beats, self._control)]
+        self._background = [
+            asyncio.create_task(self._supervised(loop)) for loop in (self._claims, self._beats, self._control)
+        ]
         self.broker.emit_after("worker_boot", self)
         await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -153,6 +158,7 @@ class Runner:
     # --- one task
 
     async def _work(self, held: Held) -> None:
+        held.begun = True
         try:
             with logs.bound(request_id=held.claim.id, attempt=held.claim.attempt):
                 finished = await self._perform(held)
@@ -165,6 +171,8 @@ class Runner:
 
     async def _perform(self, held: Held) -> Finished | None:
         """Run the actor. None: the task is no longer ours to end."""
+        if held.let_go:
+            return self._stopped(held)
         try:
             message = MessageProxy(Message.decode(held.claim.message))
             actor = self.broker.get_actor(message.actor_name)
@@ -174,22 +182,24 @@ class Runner:
         try:
             return await self._process(message, actor)
         except asyncio.CancelledError:
-            return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None
+            return self._stopped(held)
         except Exception as e:  # an actor may raise anything; it is told, logged and ends the task
             log.exception("task_failed", actor=message.actor_name)
             return Finished(outcome=Outcome.FAILED, usage=held.usage, message=str(e) or type(e).__name__)
+
+    def _stopped(self, held: Held) -> Finished | None:
+        return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None
 
     async def _process(self, message: MessageProxy, actor: Any) -> Finished:
         """Dramatiq's life of a message: its hooks around the actor."""
         try:
             self.broker.emit_before("process_message", message)
-        except SkipMessage:
-            self.broker.emit_after("skip_message", message)
-            return Finished(outcome=Outcome.CANCELLED, message="skipped")
-        try:
             limit_ms = message.options.get("time_limit") or actor.options.get("time_limit")
             async with asyncio.timeout(limit_ms / 1000 if limit_ms else None):
                 result = await inspect.unwrap(actor.fn)(*message.args, **message.kwargs)
+        except SkipMessage:
+            self.broker.emit_after("skip_message", message)
+            return Finished(outcome=Outcome.CANCELLED, message="skipped")
         except BaseException as e:
             message.stuff_exception(e)
             self.broker.emit_after("process_message", message, exception=e)
@@ -200,12 +210,13 @@ class Runner:
     async def _finish(self, held: Held, finished: Finished) -> None:
         """Say that it ended, until the store has heard it or somebody else has the claim."""
         call = self.queue.finish(self.worker, held.claim, finished.outcome, finished.usage, finished.message)
-        ours = await self._insist(lambda: self.store.run(call))
+        ours = await self.insist(lambda: self.store.run(call))
         metrics.tasks_ended.labels(self.queue.model, finished.outcome if ours else "fenced").inc()
         if not ours:
             log.warning("finish_fenced")
 
-    async def _insist(self, exchange: Callable[[], Awaitable[Any]]) -> Any:
+    async def insist(self, exchange: Callable[[], Awaitable[Any]]) -> Any:
+        """Make an exchange, however long the store is away."""
         while True:
             try:
                 return await exchange()
@@ -220,7 +231,7 @@ class Runner:
         held.let_go = why
         if why == "cancelled":
             held.claim = replace(held.claim, cancelled=True)
-        if held.task is not None:
+        if held.task is not None and held.begun:
             held.task.cancel()
 
     async def _hand_back(self, held: list[Held]) -> None:
@@ -230,7 +241,7 @@ class Runner:
         tasks = [one.task for one in held if one.task]
         if back:
             log.info("handed_back", requests=len(back))
-            await self._insist(lambda: self.store.run(self.queue.hand_back(self.worker, [one.claim for one in back])))
+            await self.insist(lambda: self.store.run(self.queue.hand_back(self.worker, [one.claim for one in back])))
         if tasks:
             await asyncio.wait(tasks, timeout=self.lease_ms / 1000)
 

@@ -115,7 +115,9 @@ class Platform:
 
     def usage_of(self, request_id: str) -> dict[str, Any]:
         """The one usage row of a request, once it is there."""
-        rows = until(lambda: [r for r in self.usage_rows() if str(r["event_id"]) == request_id], f"usage of {request_id}")
+        rows = until(
+            lambda: [r for r in self.usage_rows() if str(r["event_id"]) == request_id], f"usage of {request_id}"
+        )
         assert len(rows) == 1
         return rows[0]
 
@@ -167,7 +169,13 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def start(
-    data: Path, redis_url: str, database_url: str, *, catalog: str = CATALOG, gateways: int = 2, environ: Mapping[str, str] | None = None
+    data: Path,
+    redis_url: str,
+    database_url: str,
+    *,
+    catalog: str = CATALOG,
+    gateways: int = 2,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Platform]:
     """Run a platform: gateways, a host agent with its workers, the scaler's clock."""
     import threading
@@ -246,5 +254,12 @@ def kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 def command(platform: Platform, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the `forebay` command against the platform."""
-    env = {**os.environ, "REDIS_URL": platform.redis_url, "DATABASE_URL": platform.database_url, "FOREBAY_DATA": str(platform.data)}
-    return subprocess.run([sys.executable, "-m", "ops.cli", *words], env=env, capture_output=True, text=True, timeout=60)
+    env = {
+        **os.environ,
+        "REDIS_URL": platform.redis_url,
+        "DATABASE_URL": platform.database_url,
+        "FOREBAY_DATA": str(platform.data),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "ops.cli", *words], env=env, capture_output=True, text=True, timeout=60
+    )

@@ -1,6 +1,6 @@
 """The one way in: every transport calls `admit`, and whatever it refuses costs nothing.
 
-    check the model -> render and tokenize -> pin the price -> reserve -> open the stream -> enqueue
+check the model -> render and tokenize -> pin the price -> reserve -> open the stream -> enqueue
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Admission:
         try:
             return self.catalog[name]
         except KeyError:
-            raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model") from None
+            raise UnknownModel(
+                f"The model `{name}` does not exist, or this key may not use it.", param="model"
+            ) from None
 
     def _request(self, caller: KeyRecord, draft: Draft, prompt: list[int], max_tokens: int) -> Request:
         price = self.store.run(prices.read(draft.model))

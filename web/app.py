@@ -74,7 +74,9 @@ def _authenticate() -> None:
         return  # no such address or method: answered without a key, as nothing is behind it
     if request.headers.get("Upgrade", "").lower() == "websocket":
         _check_handshake()
-    caller: KeyRecord = gateway().gate.authenticate(request.headers.get("Authorization", ""), admin=request.endpoint in ADMIN)
+    caller: KeyRecord = gateway().gate.authenticate(
+        request.headers.get("Authorization", ""), admin=request.endpoint in ADMIN
+    )
     g.caller = caller
 
 
@@ -131,5 +133,5 @@ def _translated(fault: HTTPException) -> ForebayError:
 
 
 def _broken(error: Exception) -> Response:
-    log.exception("request_broken", path=request.path, error=type(error).__name__)
+    log.error("request_broken", path=request.path, exc_info=error)
     return _refused(ForebayError())

@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from core.redis import AWAY, AsyncStore
-from core.stream.frames import Delta
+from core.stream.frames import Delta, Frame, decode, encode
 from core.stream.log import Outlet, publish
 from core.telemetry import logs
 from core.values import Outcome, Request, Usage
@@ -35,14 +35,14 @@ class Publisher:
     def __init__(self, store: AsyncStore, runner: Runner, model: str, *, buffer_s: float) -> None:
         self.store, self.runner, self.model, self.buffer_s = store, runner, model, buffer_s
         self.outlets: dict[str, Outlet] = {}
-        self.first: list[Claim] = []  #: attempts whose first delta is on its way
+        self.first: list[tuple[str, Claim]] = []  #: (gateway, attempt) whose first delta is on its way
         self._stepped = asyncio.Event()
         self._moved = asyncio.Condition()
 
     def put(self, gateway: str, claim: Claim, delta: Delta) -> None:
         """Part of this step. It leaves when the step is over."""
         if delta.offset == 0:
-            self.first.append(claim)
+            self.first.append((gateway, claim))
         outlet = self.outlets.setdefault(gateway, Outlet())
         outlet.requests.add(claim.id)
         outlet.deltas.append(delta)
@@ -89,11 +89,25 @@ class Publisher:
     async def _announce(self) -> None:
         """Mark attempts that begin to be delivered, before they are: a sampled answer is not sampled anew then."""
         while self.first:
-            claims = self.first[:64]
-            ours = await self.store.run(self.runner.queue.deliver(self.runner.worker, claims))
-            del self.first[: len(claims)]
-            for claim in (claim for claim, kept in zip(claims, ours, strict=True) if not kept):
-                self.runner.let_go(claim.id, "fenced")
+            first = self.first[:64]
+            ours = await self.store.run(self.runner.queue.deliver(self.runner.worker, [claim for _, claim in first]))
+            del self.first[: len(first)]
+            for (gateway, claim), kept in zip(first, ours, strict=True):
+                if not kept:
+                    self.runner.let_go(claim.id, "fenced")
+                    self._take_back(gateway, claim.id)
+
+    def _take_back(self, gateway: str, request_id: str) -> None:
+        """Somebody else has the request, and may sample it anew: nothing of ours may reach its client."""
+        outlet = self.outlets.get(gateway)
+        if outlet is None:
+            return
+        outlet.deltas = [delta for delta in outlet.deltas if delta.id != request_id]
+        for i, (sealed_s, raw) in enumerate(outlet.frames):
+            frame = decode(raw)
+            kept = encode(Frame(worker=frame.worker, deltas=tuple(d for d in frame.deltas if d.id != request_id)))
+            outlet.frames[i] = (sealed_s, kept)
+            outlet.size_bytes -= len(raw) - len(kept)
 
     async def _publish(self) -> float | None:
         """One publish per gateway, its oldest frame. Returns when to come again, if something is left."""
@@ -141,7 +155,7 @@ class Generator:
     async def generate(self, request_id: str) -> Finished:
         """Run one request from its body to its ending."""
         held = self.runner.held[request_id]
-        body = await self.runner.store.run(self.runner.queue.body(request_id))
+        body = await self.runner.insist(lambda: self.runner.store.run(self.runner.queue.body(request_id)))
         if body is None:
             return Finished(outcome=Outcome.FAILED, message="its body is gone")
         request = msgspec.msgpack.decode(body, type=Request)

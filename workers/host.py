@@ -21,7 +21,7 @@ from core.settings import BadSettings, Settings, read
 from core.supervise import Death, Process, Supervisor
 from core.telemetry import logs
 from tasks.queue import Queue
-from workers.main import host_id, worker_id
+from workers.main import gpus, host_id, worker_id
 
 log = logs.get(__name__)
 
@@ -38,7 +38,9 @@ class Agent:
     def __init__(self, settings: Settings, models: Catalog, store: Store, environ: Mapping[str, str]) -> None:
         self.settings, self.models, self.store = settings, models, store
         self.host = host_id(settings)
-        self.environ = {name: value for name, value in environ.items() if name not in ("DATABASE_URL", "FOREBAY_PEPPER")}
+        self.environ = {
+            name: value for name, value in environ.items() if name not in ("DATABASE_URL", "FOREBAY_PEPPER")
+        }
         self.environ["FOREBAY_SUPERVISED"] = "1"
         self.supervisor = Supervisor(drain_s=settings.drain_s, died=self._died)
         self.model_of: dict[str, str] = {}  #: process -> model
@@ -116,11 +118,7 @@ class Agent:
 
 def room() -> int:
     """How many workers this machine holds: one a GPU."""
-    try:
-        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-    except OSError:
-        gpus = 0
-    return gpus or CPU_ROOM
+    return gpus() or CPU_ROOM
 
 
 def _fixed(workers: str) -> dict[str, int]:

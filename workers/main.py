@@ -53,6 +53,14 @@ def host_id(settings: Settings) -> str:
     return settings.host_id or socket.gethostname()
 
 
+def gpus() -> int:
+    """How many NVIDIA GPUs this machine shows."""
+    try:
+        return sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    except OSError:
+        return 0
+
+
 def engine_for(settings: Settings, model: Model) -> Engine:
     """The engine that the settings ask for."""
     if settings.engine == "scripted":
@@ -78,12 +86,13 @@ class Life:
         self.state = WorkerState.BOOTING
         self.detail = ""
         self.slots = 0
+        self.lease_ms, self.beat_ms = settings.lease(on_cpu=gpus() == 0)
         self.runner: Runner | None = None
 
     async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
-        presence = asyncio.create_task(_forever(self._announce, self.settings.beat_ms / 1000))
+        presence = asyncio.create_task(_forever(self._announce, self.beat_ms / 1000))
         try:
             if not await self._until_stopped(self._load()):
                 return 0  # the agent ends what is left of the engine with this process's group
@@ -97,7 +106,7 @@ class Life:
 
     async def _load(self) -> None:
         """From nothing to ready."""
-        self._enter(WorkerState.LOADING, "loading the model into the engine")
+        self._enter(WorkerState.LOADING, "the model goes into the engine")
         facts = await self.engine.start()
         self.slots = facts.slots
         self._enter(WorkerState.WARMING, "asking the canary")
@@ -154,8 +163,8 @@ class Life:
             self.blocking,
             Queue(self.model.name),
             worker=self.worker,
-            lease_ms=self.settings.worker_lease_ms,
-            beat_ms=self.settings.beat_ms,
+            lease_ms=self.lease_ms,
+            beat_ms=self.beat_ms,
             room=lambda: self.slots - len(runner.held),
         )
         return runner
@@ -243,7 +252,7 @@ def main() -> None:
         models = catalog.load(settings.catalog)
         model, name = models[sys.argv[1]], sys.argv[2]
     except (BadSettings, catalog.BadCatalog, KeyError, IndexError) as e:
-        print(f"workers.main: {e}\nuse: python -m workers.main MODEL NAME", file=sys.stderr)
+        sys.stderr.write(f"workers.main: {e}\nuse: python -m workers.main MODEL NAME\n")
         sys.exit(2)
     logs.set_up("worker", settings.log_level)
     if settings.supervised:

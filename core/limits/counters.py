@@ -1,10 +1,10 @@
 """Holds and counters: what a caller may still use, exact across gateways.
 
-| key                             | type | ttl  | writer                    | reader         | holds                              |
-|---------------------------------|------|------|---------------------------|----------------|------------------------------------|
-| f1:{org:<id>}:hold:<request>    | HASH | 1 h* | reserve, progress, settle | the same       | state, model, scopes, charged      |
-| f1:{org:<id>}:open              | ZSET | none | reserve, settle           | sweep          | request -> reserved at, ms         |
-| f1:{org:<id>}:used:<scope>      | HASH | none | reserve, progress, settle | reserve        | running; r<second>, t<second>      |
+| key                       | type | ttl  | writer                    | reader   | holds                         |
+|---------------------------|------|------|---------------------------|----------|-------------------------------|
+| {org:<id>}:hold:<request> | HASH | 1 h* | reserve, progress, settle | the same | state, model, scopes, charged |
+| {org:<id>}:open           | ZSET | none | reserve, settle           | sweep    | request -> reserved at, ms    |
+| {org:<id>}:used:<scope>   | HASH | none | reserve, progress, settle | reserve  | running; r<second>, t<second> |
 
 * from settle on; an open hold has none: it lives as long as its request, and every request ends.
   r<second> counts requests begun, t<second> tokens; bins older than a minute go with the next reserve.
@@ -112,7 +112,9 @@ def _reserved(raw: list[Any], limits: Sequence[Limit]) -> Reserved | Refused:
     if raw[0] == 0:
         reason = raw[2].decode() if isinstance(raw[2], bytes) else str(raw[2])
         return Refused(limit=limits[raw[1] - 1], reason=reason, retry_after_ms=None if raw[3] < 0 else raw[3])
-    left = [(limit.requests_per_minute, n, ms) for limit, n, ms in zip(limits, raw[1::2], raw[2::2], strict=True) if n >= 0]
+    left = [
+        (limit.requests_per_minute, n, ms) for limit, n, ms in zip(limits, raw[1::2], raw[2::2], strict=True) if n >= 0
+    ]
     if not left:
         return Reserved(requests_limit=None, requests_left=None, reset_ms=0)
     most, requests_left, reset_ms = min(left, key=lambda one: one[1])

@@ -1,8 +1,8 @@
 """The channels of the token stream, and the worker's end of them.
 
-| name                        | type    | writer                     | reader                    | holds                     |
-|-----------------------------|---------|----------------------------|---------------------------|---------------------------|
-| f1:{model}:gateway:<id>     | channel | workers; endings.lua       | that gateway's subscriber | Frame (core/stream/frames)|
+| name                    | type    | writer               | reader                    | holds                      |
+|-------------------------|---------|----------------------|---------------------------|----------------------------|
+| f1:{model}:gateway:<id> | channel | workers; endings.lua | that gateway's subscriber | Frame (core/stream/frames) |
 
 Promise   a gateway gets a request's deltas in order of their offsets, and its ending after them. Pub/sub keeps
           nothing, so a worker keeps each frame until somebody has received it, within BUFFER_BYTES and `buffer_s`;

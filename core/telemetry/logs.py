@@ -18,7 +18,12 @@ __all__ = ["bound", "get", "set_up"]
 
 def set_up(process: str, level: str = "INFO") -> None:
     """Configure structlog, and send the standard library's records the same way."""
+
+    def name_process(_: Any, __: str, record: dict[str, Any]) -> dict[str, Any]:
+        return {"process": process, **record}  # not a context variable: those do not reach other threads
+
     shared: list[Any] = [
+        name_process,
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -42,7 +47,6 @@ def set_up(process: str, level: str = "INFO") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    structlog.contextvars.bind_contextvars(process=process)
 
 
 def _json(record: dict[str, Any], **_: Any) -> str:

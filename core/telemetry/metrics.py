@@ -18,7 +18,9 @@ stream_tokens = Counter("forebay_stream_tokens_total", "Tokens relayed to client
 stream_open = Gauge("forebay_stream_open_requests", "Requests whose stream is open at this gateway")
 stream_fenced = Counter("forebay_stream_fenced_total", "Deltas dropped: of an older attempt, or delivered before")
 stream_gaps = Counter("forebay_stream_gaps_total", "Streams ended because a delta was missing")
-tasks_ended = Counter("forebay_tasks_ended_total", "Tasks that a worker ended, or was fenced from ending", ["model", "outcome"])
+tasks_ended = Counter(
+    "forebay_tasks_ended_total", "Tasks that a worker ended, or was fenced from ending", ["model", "outcome"]
+)
 loops_failed = Counter("forebay_loops_failed_total", "Background loops that failed and were started again", ["loop"])
 usage_ingested = Counter("forebay_usage_ingested_total", "Usage entries written to Postgres")
 usage_waiting = Gauge("forebay_usage_waiting_entries", "Usage entries not yet in Postgres", ["model"])

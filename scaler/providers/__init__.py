@@ -1,4 +1,4 @@
-"""Where hosts come from. A provider lists them, launches more and lets them go; the policy does not know which it is."""
+"""Where hosts come from. A provider lists them, launches more and lets them go; the policy knows none of it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def test_progress_charges_each_token_once(store: Store, valkey: redis.Redis) -> 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(["reserve", "settle", "wait"]), st.integers(1, 40_000)), max_size=60))
-def test_any_window_has_at_most_the_limit(store: Store, clock: Clock, valkey: redis.Redis, steps: list[tuple[str, int]]) -> None:
+def test_any_window_has_at_most_the_limit(
+    store: Store, clock: Clock, valkey: redis.Redis, steps: list[tuple[str, int]]
+) -> None:
     """Against a plain model: begun times and open requests."""
     valkey.flushall()
     clock.set(1_000_000)

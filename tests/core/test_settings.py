@@ -56,4 +56,7 @@ def test_every_field_has_a_variable_that_reads_back(name: str) -> None:
 def test_a_lease_outlives_two_missed_beats(lease_ms: int, engine: str) -> None:
     settings = read({"FOREBAY_LEASE_MS": str(lease_ms), "FOREBAY_ENGINE": engine})
 
-    assert settings.beat_ms * 3 <= settings.worker_lease_ms
+    for on_cpu in (False, True):
+        lease, beat = settings.lease(on_cpu=on_cpu)
+        assert beat * 3 <= lease
+        assert lease == lease_ms or lease_ms == 0

@@ -64,7 +64,9 @@ def test_a_bad_field_is_named(platform: Platform, changed: dict[str, Any], statu
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}'])
 def test_what_is_not_a_json_object_is_refused(platform: Platform, raw: bytes) -> None:
-    answer = requests.post(platform.url + CHAT, data=raw, headers={"Authorization": f"Bearer {platform.key}"}, timeout=10)
+    answer = requests.post(
+        platform.url + CHAT, data=raw, headers={"Authorization": f"Bearer {platform.key}"}, timeout=10
+    )
 
     assert answer.status_code == 400
     assert envelope(answer)["type"] == "invalid_request_error"

@@ -153,7 +153,7 @@ def stream_text(platform: Platform, n: int, **body: Any) -> tuple[str, str, str]
 
 
 def test_a_worker_killed_under_load_ends_every_request_once(platform: Platform) -> None:
-    """Greedy streams go on without a gap or a repeat; sampled ones that had begun end as worker_lost; each is one row."""
+    """Greedy streams go on without a gap or a repeat; sampled ones that had begun end as worker_lost; one row each."""
     start = time.monotonic()
     with ThreadPoolExecutor(40) as pool:
         greedy = [
@@ -183,7 +183,8 @@ def test_a_worker_killed_under_load_ends_every_request_once(platform: Platform) 
     assert {row["outcome"] for row in mine} == {"length", "worker_lost"}
     assert all(row["output_tokens"] == (LONG if row["outcome"] == "length" else 0) for row in mine)
     assert any(row["attempt"] == 2 for row in mine[:20])
-    print(f"kill -9 under load: {dict(ends)}, attempts {Counter(r['attempt'] for r in mine)}, {time.monotonic() - start:.1f} s")
+    attempts = Counter(row["attempt"] for row in mine)
+    print(f"kill -9 under load: {dict(ends)}, attempts {dict(attempts)}, {time.monotonic() - start:.1f} s")
 
 
 def greedy_text(content: str, n: int) -> str:
@@ -204,7 +205,11 @@ def test_a_killed_workers_whole_answer_is_made_again(platform: Platform) -> None
     """Nothing of a request that is not streamed has reached its client, so even a sampled one is run again."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
-            platform.client().chat.completions.create, model=MODEL, messages=HELLO, max_tokens=LONG, seed=5  # type: ignore[arg-type]
+            platform.client().chat.completions.create,
+            model=MODEL,
+            messages=HELLO,
+            max_tokens=LONG,
+            seed=5,  # type: ignore[arg-type]
         )
         request_id = next(iter(until(lambda: running(platform), "it to run")))
         time.sleep(0.3)
@@ -227,7 +232,7 @@ def test_a_worker_told_to_end_finishes_what_it_has(platform: Platform) -> None:
 
 
 def test_a_paused_worker_that_comes_back_publishes_nothing_more(platform: Platform) -> None:
-    """SIGSTOP past its lease: others run its requests; when it goes on it finds itself fenced, and nobody sees double."""
+    """SIGSTOP past its lease: others run its requests; when it goes on it is fenced, and nobody sees double."""
     with ThreadPoolExecutor(10) as pool:
         asked = [
             pool.submit(stream_text, platform, n, temperature=0, messages=[{"role": "user", "content": f"z{n}"}])
@@ -278,7 +283,10 @@ def test_a_store_that_hangs_is_a_503_within_a_second(platform: Platform) -> None
 
     assert answer.status_code == 503 and answer.headers["x-should-retry"] == "true"
     assert took_s < 1.5
-    until(lambda: platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO}).status_code == 200, "recovery")
+    until(
+        lambda: platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO}).status_code == 200,
+        "recovery",
+    )
 
 
 def test_postgres_away_stops_nobody_and_loses_nothing(platform: Platform) -> None:
@@ -287,7 +295,10 @@ def test_postgres_away_stops_nobody_and_loses_nothing(platform: Platform) -> Non
     kill(postmaster, signal.SIGINT)  # fast shutdown
     until(lambda: not psutil.pid_exists(postmaster), "Postgres to stop")
     try:
-        answers = [platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, "max_tokens": 5}) for _ in range(10)]
+        answers = [
+            platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, "max_tokens": 5})
+            for _ in range(10)
+        ]
         never_seen = platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO}, key=_unknown())
     finally:
         stores.start_postgres(platform.data)

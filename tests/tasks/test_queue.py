@@ -89,9 +89,7 @@ def test_a_claim_whose_reply_was_lost_is_told_again(store: Store, queue: Queue) 
     assert [c.id for c in claim(store, queue, want=2, nonce="next")] == ["c"]
 
 
-def test_a_request_is_finished_once_and_leaves_one_usage_entry(
-    store: Store, queue: Queue, valkey: redis.Redis
-) -> None:
+def test_a_request_is_finished_once_and_leaves_one_usage_entry(store: Store, queue: Queue, valkey: redis.Redis) -> None:
     store.run(queue.enqueue(task("a", body=b"body")))
     [a] = claim(store, queue)
 
@@ -220,9 +218,7 @@ def test_cancelling_what_runs_keeps_the_claim_until_its_worker_ends_it(store: St
     assert store.run(queue.beat("w1", [], lease_ms=LEASE_MS)) is None
 
 
-def test_a_cancelled_request_of_a_dead_worker_ends_cancelled(
-    store: Store, queue: Queue, valkey: redis.Redis
-) -> None:
+def test_a_cancelled_request_of_a_dead_worker_ends_cancelled(store: Store, queue: Queue, valkey: redis.Redis) -> None:
     store.run(queue.enqueue(task("a")))
     claim(store, queue)
     store.run(queue.cancel("a"))
@@ -293,7 +289,12 @@ def test_nothing_is_left_when_everything_has_ended_and_is_forgotten(
 
 
 def test_place_counts_higher_classes_and_ones_own_line(store: Store, queue: Queue) -> None:
-    for name, cls in [("i1", Class.INTERACTIVE), ("d1", Class.DEFAULT), ("d2", Class.DEFAULT), ("i2", Class.INTERACTIVE)]:
+    for name, cls in [
+        ("i1", Class.INTERACTIVE),
+        ("d1", Class.DEFAULT),
+        ("d2", Class.DEFAULT),
+        ("i2", Class.INTERACTIVE),
+    ]:
         store.run(queue.enqueue(task(name, cls=cls)))
 
     places = [seen.place for seen in store.run(queue.watch("g", ["i1", "i2", "d1", "d2"], lease_ms=3000))]

@@ -141,6 +141,8 @@ class VllmEngine:
             if engine.output_handler is not None:  # it would take the end that we ask for here for a crash, and log it
                 engine.output_handler.cancel()
             await self._loop.run_in_executor(self._thread, engine.shutdown, self._drain_s)
+            await asyncio.sleep(0)  # vLLM closes its sockets on the loop's next turn, but not their context
+            engine.engine_core.resources.ctx.destroy(linger=0)
         self._thread.shutdown(wait=False)
 
     def _load(self) -> None:

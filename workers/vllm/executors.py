@@ -1,7 +1,9 @@
 """What runs inside vLLM's own processes: the guard against orphans, and the timed model step.
 
 vLLM's engine process outlives a killed worker and keeps the GPU, and an engine's own workers outlive a killed engine.
-So each of them watches its parent, and ends itself when that is gone. Imported by name, in the engine process.
+So each of them watches its parent, and ends itself when that is gone.
+
+Only engine processes and those that start them import this module.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from workers.scripted import scripted_token
 GUARD_POLL_S = 0.2
 
 
+@cache
 def guard() -> None:
     """End this process by SIGKILL once its parent is gone, even if that was before this call."""
     parent = multiprocessing.parent_process()
@@ -42,6 +46,12 @@ def _end_after(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(GUARD_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# An engine process imports this module as it unpickles its arguments, long before it makes an executor. A guard that
+# came only with the executor would leave an engine whose parent dies while it starts waiting for it for ever.
+if multiprocessing.current_process().name.startswith("EngineCore"):
+    guard()
 
 
 class GuardedWorker:
