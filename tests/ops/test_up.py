@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from billing import prices
 from core import settings as environment
 from core.accounts import keys
 from core.postgres import connect, migrate
 from core.redis import Store
 from core.settings import Settings
-from ops import prepare, up
+from ops import demo, prepare, up
 from ops.logs import Logs, error_in
 
 #: How long a test waits for a real process, seconds. Only a failing test waits so long.
@@ -155,9 +156,9 @@ def test_a_signal_while_it_starts_ends_it_too(data: Path) -> None:
 def test_secrets_are_made_once_and_only_we_may_read_them(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path)
 
-    up.make_secrets(settings)
+    demo.make_secrets(settings)
     first = {path.name: path.read_text() for path in settings.secrets.iterdir()}
-    up.make_secrets(settings)
+    demo.make_secrets(settings)
     second = {path.name: path.read_text() for path in settings.secrets.iterdir()}
 
     assert first == second
@@ -171,12 +172,12 @@ def test_the_demo_key_is_one_that_gateways_know_at_once(tmp_path: Path, valkey_u
     """It is kept and shown again; for a database that never saw it a new one is made."""
     settings = Settings(data=tmp_path, redis_url=valkey_url, database_url=empty_database)
     migrate(empty_database)
-    up.make_secrets(settings)
+    demo.make_secrets(settings)
     stranger = keys.mint("live", "AAAAAAAAAAAA")
     (settings.secrets / "demo_key").write_text(stranger)
 
-    first = up.first_key(settings)
-    second = up.first_key(settings)
+    first = demo.key(settings)
+    second = demo.key(settings)
 
     parsed = keys.parse(first)
     engine, store = connect(empty_database), Store.connect(valkey_url)
@@ -186,6 +187,21 @@ def test_the_demo_key_is_one_that_gateways_know_at_once(tmp_path: Path, valkey_u
     assert record is not None
     assert keys.matches(parsed, record, keys.pepper(settings))
     engine.dispose()
+    store.close()
+
+
+def test_a_demo_model_has_a_price_and_keeps_it(tmp_path: Path, valkey_url: str, empty_database: str) -> None:
+    """A price that somebody has set is not set again."""
+    settings = Settings(data=tmp_path, redis_url=valkey_url, database_url=empty_database)
+    migrate(empty_database)
+
+    demo.price(settings, ["a", "b"])
+    store = Store.connect(valkey_url)
+    first = store.run(prices.read("a"))
+    demo.price(settings, ["a", "b"])
+
+    assert first is not None and first.output_per_mtok == demo.OUTPUT_PER_MTOK
+    assert store.run(prices.read("a")) == first
     store.close()
 
 

@@ -1,0 +1,67 @@
+"""`forebay org`: organisations and their projects."""
+
+from __future__ import annotations
+
+import click
+
+from ops import show
+from ops.connect import database, environment
+
+
+@click.group("org")
+def command() -> None:
+    """Organisations and their projects."""
+
+
+@command.command("create")
+@click.argument("name")
+@show.as_json
+def create(name: str, as_json: bool) -> None:
+    """Create an organisation with a first project."""
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, show.refusals(tenants.TenantError), transaction(engine) as connection:
+        organisation = tenants.create_organisation(connection, name)
+    show.one(organisation, as_json, f"Created organisation {organisation.name}: {organisation.id}")
+
+
+@command.command("list")
+@show.as_json
+def list_(as_json: bool) -> None:
+    """List organisations."""
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, transaction(engine) as connection:
+        found = tenants.organisations(connection)
+    show.many(found, as_json, ("id", "name", "status", "currency", "created_at"))
+
+
+@command.command("project")
+@click.argument("org")
+@click.argument("name")
+@show.as_json
+def project(org: str, name: str, as_json: bool) -> None:
+    """Add a project NAME to the organisation ORG (an id or a name)."""
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, show.refusals(tenants.TenantError), transaction(engine) as connection:
+        organisation = tenants.find_organisation(connection, org)
+        made = tenants.create_project(connection, org_id=organisation.id, name=name)
+    show.one(made, as_json, f"Created project {made.name} of {organisation.name}: {made.id}")
+
+
+@command.command("projects")
+@click.argument("org")
+@show.as_json
+def projects(org: str, as_json: bool) -> None:
+    """List the projects of the organisation ORG (an id or a name)."""
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, show.refusals(tenants.TenantError), transaction(engine) as connection:
+        organisation = tenants.find_organisation(connection, org)
+        found = tenants.projects(connection, organisation.id)
+    show.many(found, as_json, ("id", "name", "created_at"))
