@@ -202,7 +202,7 @@ def main() -> None:
     if settings.supervised:
         from core.supervise import follow_parent
 
-        follow_parent(settings.drain_s)
+        follow_parent()
     store = Store.connect(settings.redis_url)
     clock = Clock(settings, models, store, postgres.connect(settings.database_url), LocalProvider(store))
     scheduler = schedule(clock)

@@ -13,7 +13,9 @@ def test_the_embedded_valkey_keeps_every_write_in_its_log(valkey: redis.Redis) -
     store = Store(valkey)
 
     assert store.run(command("SET", "a", "1", reply=bool))
-    assert valkey.config_get("appendonly") == {b"appendonly": b"yes"} or valkey.config_get("appendonly") == {"appendonly": "yes"}
+    assert valkey.config_get("appendonly") == {b"appendonly": b"yes"} or valkey.config_get("appendonly") == {
+        "appendonly": "yes"
+    }
     assert valkey.config_get("maxmemory-policy").popitem()[1] in ("noeviction", b"noeviction")
 
 

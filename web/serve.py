@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
@@ -52,6 +53,8 @@ class GatewayServer(BaseApplication):  # type: ignore[misc]
             "control_socket_disable": True,  # it lies under HOME, and a second instance would take it over
             "post_fork": _post_fork,
             "post_worker_init": _post_worker_init,
+            "pre_request": _count_in,
+            "post_request": _count_out,
             "accesslog": None,
             "proc_name": "forebay-web",
         }
@@ -126,24 +129,37 @@ def _post_worker_init(worker: Any) -> None:
     def drain_when_told() -> None:
         while worker.alive:
             time.sleep(0.1)
-        drain(worker.wsgi.extensions["forebay"], worker.cfg.graceful_timeout - 5)
+        drain(worker.wsgi.extensions["forebay"], worker.cfg.graceful_timeout - 5, lambda: worker.active)
+        # Only idle keep-alive connections are left, which gunicorn would wait for until its time-out.
+        os.kill(os.getpid(), signal.SIGQUIT)
 
+    worker.active = 0
     threading.Thread(target=drain_when_told, name="drain", daemon=True).start()
 
 
-def drain(gateway: Gateway, limit_s: float) -> None:
-    """Take nothing new; say goodbye to idle sockets at once, to others when their answer is out or time is up."""
+def _count_in(worker: Any, request: Any) -> None:
+    worker.active += 1
+
+
+def _count_out(worker: Any, request: Any, environ: Any, response: Any) -> None:
+    worker.active -= 1
+
+
+def drain(gateway: Gateway, limit_s: float, active: Callable[[], int]) -> None:
+    """Take nothing new; say goodbye to idle sockets at once, to others when their answer is out or time is up.
+
+    Returns when no request is active, or when time is up.
+    """
     from web.transports.sockets import GOING_AWAY
 
     gateway.admission.draining = True
     deadline = time.monotonic() + limit_s
-    while gateway.sockets:
-        late = time.monotonic() > deadline
-        for sock in [sock for sock in list(gateway.sockets) if late or sock.idle]:
+    while active() and time.monotonic() < deadline:
+        for sock in [sock for sock in list(gateway.sockets) if sock.idle]:
             sock.close(GOING_AWAY, "this gateway is shutting down")
-        if late:
-            return
         time.sleep(0.1)
+    for sock in list(gateway.sockets):
+        sock.close(GOING_AWAY, "this gateway is shutting down")
 
 
 def main() -> None:
@@ -157,7 +173,7 @@ def main() -> None:
     if settings.supervised:
         from core.supervise import follow_parent
 
-        follow_parent(settings.drain_s)
+        follow_parent()
     GatewayServer(settings).run()
 
 

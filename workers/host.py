@@ -42,7 +42,7 @@ class Agent:
             name: value for name, value in environ.items() if name not in ("DATABASE_URL", "FOREBAY_PEPPER")
         }
         self.environ["FOREBAY_SUPERVISED"] = "1"
-        self.supervisor = Supervisor(drain_s=settings.drain_s, died=self._died)
+        self.supervisor = Supervisor(drain_s=settings.drain_s + supervise.GRACE_S, died=self._died)
         self.model_of: dict[str, str] = {}  #: process -> model
         self.unburied: list[tuple[str, str]] = []  #: (model, worker) whose death the queue has not heard of
         self._next_look_s = 0.0
@@ -136,10 +136,12 @@ def main() -> None:
         sys.exit(str(e))
     logs.set_up("host", settings.log_level)
     if settings.supervised:
-        supervise.follow_parent(settings.drain_s)
+        supervise.follow_parent()
     agent = Agent(settings, models, Store.connect(settings.redis_url), os.environ)
 
     def end(number: int, frame: FrameType | None) -> None:
+        if agent.supervisor.ending:
+            agent.supervisor.hurry()
         agent.supervisor.ending = True
 
     signal.signal(signal.SIGTERM, end)
