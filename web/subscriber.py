@@ -160,9 +160,9 @@ class Stream:
         """Its ending came. Not surely: seen by `watch`, while deltas may still be on their way for one more look."""
         if self.over:
             return
-        # Of an attempt that nothing came of, a stream that starts anew with each attempt has nothing.
-        have = len(self.tokens) if self.request.stream or ending.attempt == self.attempt else 0
-        missing = ending.usage.output_tokens > have and ending.outcome in ("completed", "length")
+        if ending.attempt > self.attempt:  # nothing of that attempt came, and what came before is not its answer
+            self._take_over(ending.attempt)
+        missing = ending.usage.output_tokens > len(self.tokens) and ending.outcome in ("completed", "length")
         if missing and not surely and self._late is None:
             self._late = ending
         elif missing:

@@ -6,6 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import msgspec
@@ -101,17 +102,13 @@ def whole(admitted: Admitted) -> tuple[str, Ending]:
 
 def sse(admission: Admission, admitted: Admitted, chunks: Iterator[bytes], watch: DisconnectWatch) -> Response:
     """Stream `chunks`, and let go of the request when they, or the client, end."""
-
-    watched = watch.over(admitted.stream, admission)
-
-    def relay() -> Iterator[bytes]:
-        try:
-            with watched:
-                yield from chunks
-        finally:
-            admission.release(admitted.stream)
-
-    return Response(relay(), mimetype="text/event-stream", headers=SSE_HEADERS)
+    let_go = ExitStack()
+    let_go.callback(admission.release, admitted.stream)
+    let_go.enter_context(watch.over(admitted.stream, admission))
+    response = Response(chunks, mimetype="text/event-stream", headers=SSE_HEADERS)
+    # Not a `finally` in a generator: one that its server closes before the first chunk never runs.
+    response.call_on_close(let_go.close)
+    return response
 
 
 def data_line(value: Any) -> bytes:
