@@ -74,7 +74,8 @@ class Publisher:
         for outlet in self.outlets.values():
             outlet.seal(self.runner.worker, now_s)
         try:
-            await asyncio.wait_for(self.runner.vouched(), _PAUSE_S)
+            async with asyncio.timeout(_PAUSE_S):  # not wait_for, which before 3.12 may swallow a cancellation
+                await self.runner.vouched()
             await self._announce()
             pause_s = await self._publish()
         except (*AWAY, TimeoutError):

@@ -258,7 +258,7 @@ def main() -> None:
     if settings.supervised:
         from core.supervise import follow_parent
 
-        follow_parent(settings.drain_s)
+        follow_parent()
 
     async def live() -> int:
         return await Life(settings, model, name).run()

@@ -36,14 +36,14 @@ GUARD_POLL_S = 0.2
 @cache
 def guard() -> None:
     """End this process by SIGKILL once its parent is gone, even if that was before this call."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # A thread, not PR_SET_PDEATHSIG, which fires when the *thread* that started us ends.
-        threading.Thread(target=_end_after, args=(parent.pid,), daemon=True, name="parent-guard").start()
+    # A thread, not PR_SET_PDEATHSIG, which fires when the *thread* that started us ends.
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent-guard").start()
 
 
-def _end_after(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
+def _end_with_parent() -> None:
+    while (parent := multiprocessing.parent_process()) is None:  # not known before the arguments are unpickled
+        time.sleep(GUARD_POLL_S)
+    while os.getppid() == parent.pid:
         time.sleep(GUARD_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
