@@ -31,6 +31,8 @@ log = logs.get(__name__)
 
 #: How often the queue is asked after open requests, seconds.
 WATCH_S = 1.0
+#: A stream that has nothing to say says so this often, so that proxies (60 s is usual) keep it, seconds.
+KEEPALIVE_S = 15.0
 #: A gateway that has not watched for this long is gone, ms.
 LEASE_MS = 5_000
 #: Pause before the channels are subscribed to again, seconds.
@@ -39,9 +41,8 @@ PAUSE_S = 0.1
 ABANDONED_MAX = 10_000
 
 
-@dataclass(frozen=True)
-class Text:
-    """More of the answer."""
+class Text(msgspec.Struct, frozen=True, gc=False):
+    """More of the answer. There is one for every token, so it is the cheapest of the events."""
 
     text: str
     offset: int  #: tokens of the output up to and with this text
@@ -65,6 +66,11 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Nothing was said for KEEPALIVE_S."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """Its ending. Nothing comes after it."""
 
@@ -78,7 +84,7 @@ class Broken:
     error: ForebayError
 
 
-Event = Text | Again | Waiting | Running | Ended | Broken
+Event = Text | Again | Waiting | Running | Idle | Ended | Broken
 
 
 class Stream:
@@ -95,10 +101,12 @@ class Stream:
         self._chars = 0  #: and characters
         self._sent_chars = 0
         self._place = 0
-        self._opened_s = time.monotonic()
+        self._opened_s = self._spoke_s = time.monotonic()
+        self._count = metrics.stream_tokens.labels(request.model).inc
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._late: Ending | None = None
         self._next: Event | None = None  #: read on too far, while texts were merged
+        self._said = (0, 0)  #: position and place when the watch last looked
 
     @property
     def ended(self) -> bool:
@@ -149,7 +157,7 @@ class Stream:
         if text:
             self._sent_chars += len(text)
             self._events.put(Text(text, self._position))
-        metrics.stream_tokens.labels(self.request.model).inc(len(fresh))
+        self._count(len(fresh))
 
     def _gap(self) -> None:
         metrics.stream_gaps.inc()
@@ -179,6 +187,15 @@ class Stream:
             self._place = place
             self._events.put(Waiting(place))
 
+    def keep_alive(self, now_s: float) -> None:
+        """Say Idle after KEEPALIVE_S of silence. Called by the watch: a time-out of the reader's own would cost a
+        timer for every token."""
+        if not self._events.empty() or self._said != (self._position, self._place):
+            self._said, self._spoke_s = (self._position, self._place), now_s
+        elif now_s - self._spoke_s >= KEEPALIVE_S:
+            self._spoke_s = now_s
+            self._events.put(Idle())
+
     def _close(self, last: Ended | Broken) -> None:
         if not self.over:
             self.over = True
@@ -186,7 +203,7 @@ class Stream:
 
     # --- the reader's side
 
-    def next(self, timeout_s: float) -> Event | None:
+    def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event; texts that wait are one. None: nothing came in time."""
         event, self._next = self._next, None
         if event is None:
@@ -303,6 +320,9 @@ class Subscriber:
     def _watch_forever(self) -> None:
         while not self._closed:
             time.sleep(WATCH_S)
+            now_s = time.monotonic()
+            for stream in list(self.streams.values()):
+                stream.keep_alive(now_s)
             try:
                 self.watch()
             except (*AWAY, RedisError) as e:

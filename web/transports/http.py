@@ -18,14 +18,12 @@ from core.errors import BadRequest, ForebayError, RequestFailed
 from core.telemetry import logs
 from core.values import Ending
 from web.admission import Admission, Admitted
-from web.subscriber import Again, Broken, Ended, Running, Stream, Text, Waiting
+from web.subscriber import Again, Broken, Ended, Idle, Running, Stream, Text, Waiting
 
 log = logs.get(__name__)
 
 #: Largest body, bytes. A prompt of 100,000 tokens is well below.
 BODY_MAX = 4 * 2**20
-#: A stream that has nothing to say sends a comment this often, so that proxies (60 s is usual) keep it, seconds.
-KEEPALIVE_S = 15.0
 #: How soon a client's going away is seen, seconds.
 GONE_S = 0.25
 
@@ -57,16 +55,16 @@ class Framing(Protocol):
 
 
 def events(admitted: Admitted, framing: Framing, *, idle: Callable[[], Any] | None = None) -> Iterator[Any]:
-    """Everything a stream says, in its dialect; `idle()` whenever KEEPALIVE_S pass in silence."""
+    """Everything a stream says, in its dialect; `idle()` whenever it has been silent for long."""
     yield from framing.began(admitted.place)
     while True:
-        event = admitted.stream.next(KEEPALIVE_S)
+        event = admitted.stream.next()
         match event:
-            case None:
-                if idle is not None:
-                    yield idle()
             case Text():
                 yield from framing.text(event.text, event.offset)
+            case Idle():
+                if idle is not None:
+                    yield idle()
             case Waiting():
                 yield from framing.waiting(event.place)
             case Running():
@@ -87,7 +85,7 @@ def whole(admitted: Admitted) -> tuple[str, Ending]:
     """
     texts: list[str] = []
     while True:
-        match event := admitted.stream.next(KEEPALIVE_S):
+        match event := admitted.stream.next():
             case Text():
                 texts.append(event.text)
             case Again():
