@@ -1,0 +1,95 @@
+"""Benches: a small run of each gives every figure that was promised, and the client counts what it is sent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ops import prepare
+from ops.bench import load, report
+from ops.bench.platform import BenchFailed, Cpu
+
+STREAM_KEYS = {
+    "gateway_cpu_us_per_token", "total_cpu_us_per_token", "gateway_cpu_ms_per_request", "streams", "added_itl_ms_p99",
+    "idle_socket_kb",
+}  # fmt: skip
+
+
+def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a bench whose temporary files lie in `folder`."""
+    argv, env = [sys.executable, "-m", "ops.cli", "bench", *words], os.environ | {"TMPDIR": str(folder)}
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100, cwd=prepare.ROOT)
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """The processes that were told of a folder."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if str(folder) in str(process.info["cmdline"]) + str(process.info["environ"])
+    ]
+
+
+def test_a_small_stream_bench_gives_every_figure_and_leaves_nothing(data: Path) -> None:
+    """Standard output is one object and nothing else; the platform that was measured is gone afterwards."""
+    folder = data / "bench"
+    folder.mkdir()
+
+    done = bench(folder, "stream", "--streams", "8", "--tokens", "50", "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"bench", "figures", "peers", "machine", "seconds"}
+    assert (found["bench"], found["peers"]) == ("stream", {})
+    assert set(found["figures"]) == STREAM_KEYS
+    assert all(math.isfinite(value) and value > 0 for value in found["figures"].values()), found["figures"]
+    assert found["figures"]["streams"] == 8
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert "8 streams of 50 tokens" in done.stderr
+    assert list(folder.iterdir()) == running_in(folder) == []
+
+
+def test_a_load_without_streams_is_not_understood(tmp_path: Path) -> None:
+    done = bench(tmp_path, "stream", "--streams", "0")
+
+    assert done.returncode == 2
+    assert "--streams" in done.stderr
+    assert done.stdout == ""
+
+
+def test_time_of_a_process_that_was_replaced_is_not_reported() -> None:
+    """A new process begins at zero: the difference would be a figure, and a wrong one."""
+    before = Cpu(gateway_s=5.0, worker_s=1.0, store_s=1.0, pids=frozenset({1, 2}))
+    later = Cpu(gateway_s=7.5, worker_s=2.0, store_s=1.5, pids=frozenset({1, 2}))
+    other = Cpu(gateway_s=0.5, worker_s=2.0, store_s=1.5, pids=frozenset({1, 3}))
+
+    assert later.since(before).total_s == pytest.approx(4.0)
+    with pytest.raises(BenchFailed):
+        other.since(before)
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    values = array("d", range(100, 0, -1))
+
+    assert (load.quantile(values, 0.5), load.quantile(values, 0.99)) == (51.0, 100.0)
+    assert load.quantile(array("d"), 0.5) == 0.0
+
+
+def test_a_report_is_one_object_in_a_file_or_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = report.measure("any", lambda say: {"wait_ms_p99": 1.5})
+
+    report.publish(measured, str(tmp_path / "out.json"))
+    report.publish(measured, None)
+
+    assert json.loads((tmp_path / "out.json").read_text())["figures"] == {"wait_ms_p99": 1.5}
+    shown = capsys.readouterr().out
+    assert "wait_ms_p99" in shown
+    assert "1.5" in shown
