@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import uuid6
 
 from billing import prices
@@ -23,7 +24,7 @@ from core.redis import AWAY, Store
 from core.telemetry import logs, metrics
 from core.values import Caller, Request
 from tasks.queue import Accepted, generation
-from web.dialects.draft import Draft, sampling
+from web.dialects.draft import Draft
 from web.render import Renderer
 from web.subscriber import Stream, Subscriber
 
@@ -101,7 +102,7 @@ class Admission:
             caller=Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id),
             gateway=self.subscriber.gateway,
             prompt_token_ids=prompt,
-            sampling=sampling(draft, max_tokens),
+            sampling=msgspec.structs.replace(draft.sampling, max_tokens=max_tokens),
             cls=draft.cls,
             stream=draft.stream,
             price_id=price.id if price else 0,

@@ -14,7 +14,7 @@ from core.errors import BadRequest, ForebayError, WorkerLost
 from core.values import Class, Ending, Outcome, Sampling, Usage
 from web.dialects import chat
 from web.dialects.chat import ChatAnswer
-from web.dialects.draft import Message, sampling
+from web.dialects.draft import Message
 
 ID = "01939c1e-6f00-7abc-8def-0123456789ab"
 USAGE = Usage(input_tokens=7, cached_tokens=4, output_tokens=3)
@@ -48,7 +48,7 @@ def test_a_bare_body_asks_for_the_engines_defaults() -> None:
     assert draft.messages == (Message("user", "hi"),)
     assert draft.max_tokens is None
     assert not draft.stream
-    assert sampling(draft, 5) == Sampling(max_tokens=5)
+    assert draft.sampling == Sampling(max_tokens=0)
 
 
 def test_null_is_unset_for_every_optional_field() -> None:
@@ -77,8 +77,8 @@ def test_every_knob_reaches_the_engine() -> None:
         )
     )
 
-    assert sampling(draft, 9) == Sampling(
-        max_tokens=9,
+    assert draft.sampling == Sampling(
+        max_tokens=0,
         temperature=0.0,
         top_p=0.5,
         top_k=0,

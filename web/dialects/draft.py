@@ -43,37 +43,11 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: tuple[Message, ...]
     max_tokens: int | None = None  #: None: as many as the model's entry in the catalogue says
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  #: 0: off
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
+    sampling: Sampling = Sampling(max_tokens=0)  #: but for max_tokens, which is admission's decision
     stream: bool = False
     include_usage: bool = False  #: a chat stream ends with a chunk that has the usage
     cls: Class = Class.DEFAULT
     echo: dict[str, Any] = {}  #: what a Responses answer repeats of its request
-
-
-def sampling(draft: Draft, max_tokens: int) -> Sampling:
-    """The draft in the engine's terms; `max_tokens` is admission's decision."""
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=draft.temperature,
-        top_p=draft.top_p,
-        top_k=draft.top_k,
-        min_p=draft.min_p,
-        seed=draft.seed,
-        stop=draft.stop,
-        presence_penalty=draft.presence_penalty,
-        frequency_penalty=draft.frequency_penalty,
-        repetition_penalty=draft.repetition_penalty,
-        ignore_eos=draft.ignore_eos,
-    )
 
 
 def _well_formed(text: str) -> str:
@@ -177,8 +151,13 @@ class Body(BaseModel):
 
     def knobs(self) -> dict[str, Any]:
         """These fields by the names they have in a Draft."""
-        same = self.model_dump(include=set(Draft.__struct_fields__) & set(Body.model_fields))
-        return {**same, "cls": _CLASSES.get(self.service_tier, Class.DEFAULT)}
+        asked = self.model_dump(include=set(Sampling.__struct_fields__) & set(Body.model_fields))
+        return {
+            "model": self.model,
+            "stream": self.stream,
+            "cls": _CLASSES.get(self.service_tier, Class.DEFAULT),
+            "sampling": Sampling(max_tokens=0, **asked),
+        }
 
 
 #: Fields that change the answer and are not served yet, with the values that ask for nothing.
