@@ -111,15 +111,19 @@ class Runner:
         while self.held and time.monotonic() < deadline:
             await self._change(deadline - time.monotonic())
         await self._hand_back(list(self.held.values()))
-        for task in self._background:
-            task.cancel()
+        # redis-py's pub/sub may swallow a cancellation: ask until all have gone.
+        while going := [task for task in self._background if not task.done()]:
+            for task in going:
+                task.cancel()
+            await asyncio.wait(going, timeout=PAUSE_S)
         await self._supervised_once(lambda: self.store.run(self.queue.part(self.worker)))
         self.broker.emit_after("worker_shutdown", self)
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
         try:
-            await asyncio.wait_for(self._changed.wait(), max(timeout_s, 0))
+            async with asyncio.timeout(max(timeout_s, 0)):
+                await self._changed.wait()
         except TimeoutError:
             return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -15,19 +15,17 @@ import uuid6
 from billing import events, prices
 from billing.rating import Price
 from core import usage
-from core.postgres import Engine, connect, migrate, text, transaction
+from core.postgres import Engine, text, transaction
 from core.redis import Store, command
 from core.usage import Facts
+from tests.conftest import Database
 
 MODEL = "tiny"
 
 
 @pytest.fixture
-def engine(empty_database: str) -> Iterator[Engine]:
-    migrate(empty_database)
-    engine = connect(empty_database)
-    yield engine
-    engine.dispose()
+def engine(database: Database) -> Engine:
+    return database.engine()
 
 
 @dataclass

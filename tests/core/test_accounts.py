@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from dataclasses import replace as replaced
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +15,10 @@ from hypothesis import strategies as st
 
 from core.accounts import keys, tenants
 from core.accounts.keys import BadKey, KeyRecord, KeyRefused
-from core.postgres import DatabaseAway, Engine, connect, migrate, transaction
+from core.postgres import DatabaseAway, Engine, connect, transaction
 from core.redis import Store
 from core.settings import Settings
+from tests.conftest import Database
 
 PEPPER = b"a pepper for tests only"
 BASE62 = string.digits + string.ascii_letters
@@ -27,11 +27,8 @@ ids = st.text(BASE62, min_size=keys.ID_LENGTH, max_size=keys.ID_LENGTH)
 
 
 @pytest.fixture
-def engine(empty_database: str) -> Iterator[Engine]:
-    migrate(empty_database)
-    engine = connect(empty_database)
-    yield engine
-    engine.dispose()
+def engine(database: Database) -> Engine:
+    return database.engine()
 
 
 def make(engine: Engine, **asked: object) -> tuple[str, keys.KeyRow]:
