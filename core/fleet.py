@@ -86,6 +86,11 @@ def assignment(host: str) -> Call[dict[str, int] | None]:
     return command("HGET", f"{_FLEET}assignments", host, reply=_counts)
 
 
+def assigned() -> Call[list[str]]:
+    """Hosts that something was assigned to, gone ones included."""
+    return command("HKEYS", f"{_FLEET}assignments", reply=lambda raw: [host.decode() for host in raw])
+
+
 def unassign(host: str) -> Call[int]:
     """The host is gone."""
     return command("HDEL", f"{_FLEET}assignments", host, reply=int)

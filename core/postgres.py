@@ -118,6 +118,7 @@ class Leadership:
         assert self._connection is not None, "hold() first"
         try:
             with _away(), self._connection.begin():
+                self._connection.execute(text("SELECT 1"))  # a block without writes must not miss that the lock is gone
                 yield self._connection
         except DatabaseAway:
             self._connection.invalidate()

@@ -17,8 +17,15 @@ from typing import Any, Generic, TypeVar
 import redis
 import redis.asyncio
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -27,6 +34,7 @@ __all__ = [
     "AsyncStore",
     "Call",
     "NOW_MS",
+    "RedisConnectionError",
     "RedisError",
     "Script",
     "Store",
@@ -221,5 +229,14 @@ def _raised(raw: Any) -> Any:
     return raw
 
 
-#: What "the store is away" looks like, as opposed to a refused command.
-AWAY = (RedisConnectionError, RedisTimeoutError, OSError)
+#: What "the store is away" looks like, as opposed to a refused command. A store that cannot write is away too: it has
+#: failed over, is full, or has lost its primary.
+AWAY = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    ReadOnlyError,
+    OutOfMemoryError,
+    MasterDownError,
+    ClusterDownError,
+    OSError,
+)

@@ -37,7 +37,7 @@ LOOK_S = 0.2
 #: A silent wait says that it is still there, seconds.
 SAY_S = 10.0
 #: Environment that a process must not get: GPU workers hold no key to the money, nor to the callers' keys.
-WITHHELD = {"worker": ("DATABASE_URL", "FOREBAY_PEPPER")}
+WITHHELD = {"worker": ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")}
 
 _PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from core import catalog, fleet, postgres, usage
 from core.accounts import keys, tenants
 from core.catalog import Catalog
 from core.limits import counters
-from core.postgres import DatabaseAway, Engine, Leadership, text, transaction
+from core.postgres import DatabaseAway, Engine, Leadership, transaction
 from core.redis import AWAY, NOW_MS, RedisError, Store
 from core.settings import BadSettings, Settings, read
 from core.telemetry import logs, metrics
@@ -58,7 +59,7 @@ class Clock:
             provider,
         )
         self.memory = Memory()
-        self.consumer = f"clock-{os.getpid()}"
+        self.consumer = f"clock-{socket.gethostname()}-{os.getpid()}"
         self.leadership = Leadership(database, LEADER)
 
     # --- the fleet
@@ -84,7 +85,6 @@ class Clock:
         if not self.leadership.hold():
             return False
         with self.leadership.transaction() as connection:
-            connection.execute(text("SELECT 1"))  # with no news nothing else would ask whether the lock is still ours
             decisions.record(connection, changed, inputs, datetime.now(UTC))
         return True
 
@@ -93,6 +93,10 @@ class Clock:
             if before.get(host) != counts:
                 log.info("host_assigned", host=host, workers=counts)
                 self.store.run(fleet.assign(host, counts))
+        known = self.store.run(fleet.assigned())
+        for host in set(known) - set(found.assignments):
+            log.warning("host_gone", host=host)
+            self.store.run(fleet.unassign(host))
 
     # --- the money
 
@@ -136,12 +140,16 @@ class Clock:
             organisations = [organisation.id for organisation in tenants.organisations(connection)]
         before_ms = self.store.run(NOW_MS) - counters.SWEEP_MS
         for org_id in organisations:
-            for request_id in self.store.run(counters.open_before(org_id, before_ms)):
-                self._sweep(org_id, request_id)
+            page = 0
+            while ids := self.store.run(counters.open_before(org_id, before_ms, page=page)):
+                for request_id in ids:
+                    self._sweep(org_id, request_id)
+                page += 1
 
     def _sweep(self, org_id: str, request_id: str) -> None:
         held = self.store.run(counters.held_for(org_id, request_id))
         if held is None:
+            self.store.run(counters.forget(org_id, request_id))
             return
         [seen] = self.store.run(Queue(held.model).watch("sweep", [request_id], lease_ms=1))
         if seen.state == "unknown":

@@ -109,8 +109,9 @@ def place(desired: dict[str, int], hosts: list[HostSnapshot]) -> dict[str, dict[
             if keep > 0:
                 placed[host.host][model] = keep
                 left[model] -= keep
-    for model, count in sorted(left.items()):
-        for _ in range(count):
+    # In turns, so that where room is scarce every model gets its first worker before any gets its second.
+    for turn in range(max(left.values(), default=0)):
+        for model in sorted(model for model, count in left.items() if count > turn):
             roomiest = max(
                 hosts, key=lambda host: (host.room - sum(placed[host.host].values()), host.host), default=None
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from core.accounts import keys
-from core.accounts.keys import KeyRecord
+from core.accounts.keys import BadKey, KeyRecord, ParsedKey
 from core.errors import AccountsDown, NotAllowed, StoreDown, Unauthenticated
 from core.postgres import DatabaseAway, Engine
 from core.redis import AWAY, Store
@@ -28,7 +28,7 @@ class Gate:
           NotAllowed: an admin key that would generate, or a generating key that would administer.
           StoreDown, AccountsDown: it cannot be judged now.
         """
-        parsed = keys.parse(_bearer(authorization))
+        parsed = _parsed(_bearer(authorization))
         record = self._record(parsed.key_id)
         # An unknown key is compared too, so that it takes as long as a wrong secret.
         known = keys.matches(parsed, record or _NOBODY, self.pepper)
@@ -59,6 +59,13 @@ class Gate:
 
 
 _NOBODY = KeyRecord(key_id="", org_id="", project_id="", secret_hmac=b"\0" * 32)
+
+
+def _parsed(token: str) -> ParsedKey:
+    try:
+        return keys.parse(token)
+    except BadKey:
+        raise Unauthenticated from None  # in the same words as any other key that is not good
 
 
 def _bearer(authorization: str) -> str:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import msgspec
 
 from core.errors import ForebayError, RequestFailed
-from core.redis import AWAY, RedisError, Store, listener
-from core.stream.frames import Delta, decode
-from core.stream.log import gateway_channel
+from core.redis import AWAY, RedisConnectionError, RedisError, Store, listener
+from core.stream.frames import Delta, Frame, decode, encode
+from core.stream.log import gateway_channel, publish
 from core.telemetry import logs, metrics
 from core.values import Ending, Request
 from tasks.queue import WATCH_MAX, Queue, Seen, generation
@@ -35,6 +35,9 @@ WATCH_S = 1.0
 KEEPALIVE_S = 15.0
 #: A gateway that has not watched for this long is gone, ms.
 LEASE_MS = 5_000
+#: A subscription on which not even this gateway's own echo is heard for so long is dead, seconds. A connection that
+#: was cut without a word says nothing by itself.
+DEAF_S = 5.0
 #: Pause before the channels are subscribed to again, seconds.
 PAUSE_S = 0.1
 #: Requests to cancel once the store is back. Past it the oldest is forgotten: it runs to its end and is billed as such.
@@ -84,6 +87,8 @@ class Broken:
     error: ForebayError
 
 
+_ECHO = encode(Frame())
+
 Event = Text | Again | Waiting | Running | Idle | Ended | Broken
 
 
@@ -122,11 +127,11 @@ class Stream:
             return
         if delta.attempt > self.attempt:
             self._take_over(delta.attempt)
-        if delta.offset != self._position:
-            if delta.offset < self._position:
-                metrics.stream_fenced.inc()
-            else:
+        if (delta.offset, delta.at) != (self._position, self._chars):
+            if delta.offset > self._position or delta.at > self._chars:
                 self._gap()
+            else:
+                metrics.stream_fenced.inc()
             return
         if not self._same(delta):
             self.break_off(RequestFailed("Its worker died, and another gave a different answer. Please retry."))
@@ -234,6 +239,7 @@ class Subscriber:
         self.listening = threading.Event()
         self._abandoned: dict[str, str] = {}  #: request -> model
         self._closed = False
+        self._heard_s = self._echoed_s = time.monotonic()
 
     # --- streams
 
@@ -288,16 +294,24 @@ class Subscriber:
         channels = [gateway_channel(model, self.gateway) for model in self.queues]
         pubsub.subscribe(*channels)
         subscribed = 0
+        self._heard_s = time.monotonic()
         while not self._closed:
             message = pubsub.get_message(timeout=1.0)
             if message is None:
+                self._check_hearing()
                 continue
+            self._heard_s = time.monotonic()
             if message["type"] == "subscribe":
                 subscribed += 1
                 if subscribed == len(channels):
                     self.listening.set()
             elif message["type"] == "message":
                 self.receive(message["data"])
+
+    def _check_hearing(self) -> None:
+        """The watch sends an echo each second. If the store took one long after the last that came back, we are deaf."""
+        if self._echoed_s - self._heard_s > DEAF_S:
+            raise RedisConnectionError("the subscription is deaf")
 
     def receive(self, raw: bytes) -> None:
         """Hand a frame's deltas and endings to their streams."""
@@ -329,7 +343,9 @@ class Subscriber:
                 log.warning("watch_failed", error=repr(e))
 
     def watch(self) -> None:
-        """Ask after every open request, and cancel what could not be cancelled before."""
+        """Ask after every open request, cancel what could not be cancelled before, and send an echo to ourselves."""
+        self.store.run(publish(next(iter(self.queues)), self.gateway, _ECHO))
+        self._echoed_s = time.monotonic()
         for model, queue_ in self.queues.items():
             ids = [s.request.id for s in list(self.streams.values()) if s.accepted and s.request.model == model]
             for start in range(0, len(ids), WATCH_MAX):

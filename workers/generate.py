@@ -131,13 +131,16 @@ class Publisher:
             for request_id in list(outlet.requests):
                 self.runner.let_go(request_id, "cancelled")
 
+        for gateway in [g for g, outlet in self.outlets.items() if outlet.is_done]:
+            del self.outlets[gateway]
+
     def close(self, gateway: str, request_id: str) -> None:
         """The request puts nothing more. An outlet with nothing in it and nobody behind it is forgotten."""
         outlet = self.outlets.get(gateway)
         if outlet is None:
             return
         outlet.requests.discard(request_id)
-        if not outlet.requests and not outlet.frames and not outlet.deltas:
+        if outlet.is_done:
             del self.outlets[gateway]
 
 
@@ -181,12 +184,13 @@ class Generator:
             await asyncio.sleep(3600)
 
     async def _stream(self, request: Request, held: Held) -> str:
-        offset = 0
+        offset = at = 0
         async with aclosing(self.engine.generate(request)) as pieces:
             async for piece in pieces:
                 if piece.tokens or piece.text:
-                    self._put(request, held.claim, piece, offset)
+                    self._put(request, held.claim, piece, offset, at)
                 offset += len(piece.tokens)
+                at += len(piece.text)
                 held.usage = Usage(
                     input_tokens=len(request.prompt_token_ids),
                     cached_tokens=max(held.usage.cached_tokens, piece.cached_tokens),
@@ -196,9 +200,9 @@ class Generator:
                     return piece.finish
         return "abort"
 
-    def _put(self, request: Request, claim: Claim, piece: Piece, offset: int) -> None:
+    def _put(self, request: Request, claim: Claim, piece: Piece, offset: int, at: int) -> None:
         if request.gateway:
-            delta = Delta(request.id, claim.attempt, offset, piece.tokens, piece.text)
+            delta = Delta(request.id, claim.attempt, offset, piece.tokens, piece.text, at)
             self.publisher.put(request.gateway, claim, delta)
 
     def _ending(self, finish: str, usage: Usage) -> Finished:

@@ -27,6 +27,8 @@ log = logs.get(__name__)
 
 #: Workers that a machine without a GPU holds at most; its memory is the real bound.
 CPU_ROOM = 8
+#: What a worker must not know: the way to the money, and the secrets of keys and caches.
+WITHHELD = ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")
 #: How often the agent looks at its processes and at its assignment, seconds.
 TEND_S = 0.1
 LOOK_S = 0.5
@@ -38,11 +40,10 @@ class Agent:
     def __init__(self, settings: Settings, models: Catalog, store: Store, environ: Mapping[str, str]) -> None:
         self.settings, self.models, self.store = settings, models, store
         self.host = host_id(settings)
-        self.environ = {
-            name: value for name, value in environ.items() if name not in ("DATABASE_URL", "FOREBAY_PEPPER")
-        }
+        self.environ = {name: value for name, value in environ.items() if name not in WITHHELD}
         self.environ["FOREBAY_SUPERVISED"] = "1"
         self.supervisor = Supervisor(drain_s=settings.drain_s + supervise.GRACE_S, died=self._died)
+        self.assigned = _fixed(settings.workers)  #: what to run, as was last said
         self.model_of: dict[str, str] = {}  #: process -> model
         self.unburied: list[tuple[str, str]] = []  #: (model, worker) whose death the queue has not heard of
         self._next_look_s = 0.0
@@ -67,8 +68,10 @@ class Agent:
             self._say(self._look)
 
     def _look(self) -> None:
+        # Without an assignment the last one holds: a store that has lost it must not empty the host.
         counts = self.store.run(fleet.assignment(self.host))
-        self.obey(_fixed(self.settings.workers) if counts is None else counts)
+        self.assigned = self.assigned if counts is None else counts
+        self.obey(self.assigned)
         self.store.run(fleet.announce_host(fleet.Host(host=self.host, room=room(), workers=self._running())))
 
     def obey(self, counts: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@
 Promise   the secret is shown once and stored nowhere: only HMAC-SHA-256(pepper, key). A key that is revoked stays
           revoked in Redis whoever writes next; its record stays, so "revoked" is told from "never seen".
 Dies      Postgres: known keys are served from their records for up to RECORD_S; a key never seen cannot be judged.
-          Redis: no record is found, and gateways ask Postgres. The clock: new limits reach gateways a minute late at
+          Redis: nobody is let in (503). The clock: new limits reach gateways a minute late at
           most when it is back; revocations do not wait for it.
 """
 

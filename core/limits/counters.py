@@ -32,8 +32,8 @@ _SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=(), verbs=("reserve",
 REMEMBER_S = 3600
 #: A hold younger than this may belong to a request that is just being enqueued, ms.
 SWEEP_MS = 30_000
-#: Most holds that one sweep looks at.
-SWEEP_MAX = 1000
+#: Holds that a sweep looks at at once.
+SWEEP_PAGE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +84,20 @@ def settle(org_id: str, request_id: str, scopes: Sequence[str], used_tokens: int
     return Call(script=_SCRIPTS["settle"], keys=_keys(org_id, request_id, scopes), args=args, reply=bool)
 
 
-def open_before(org_id: str, at_ms: int) -> Call[list[str]]:
-    """Requests reserved before `at_ms` whose holds are open, oldest first, at most SWEEP_MAX."""
-    words = ("ZRANGEBYSCORE", f"{tag('org:' + org_id)}open", "-inf", at_ms, "LIMIT", 0, SWEEP_MAX)
+def open_before(org_id: str, at_ms: int, *, page: int = 0) -> Call[list[str]]:
+    """Requests reserved before `at_ms` whose holds are open, oldest first, SWEEP_PAGE of them."""
+    words = ("ZRANGEBYSCORE", f"{tag('org:' + org_id)}open", "-inf", at_ms, "LIMIT", page * SWEEP_PAGE, SWEEP_PAGE)
     return command(*words, reply=lambda raw: [one.decode() for one in raw])
 
 
 def held_for(org_id: str, request_id: str) -> Call[Held | None]:
     """What a hold was opened for; None: there is no such hold."""
     return command("HMGET", _hold(org_id, request_id), "model", "scopes", reply=_held)
+
+
+def forget(org_id: str, request_id: str) -> Call[int]:
+    """An open request without a hold: there is nothing to settle."""
+    return command("ZREM", f"{tag('org:' + org_id)}open", request_id, reply=int)
 
 
 def _hold(org_id: str, request_id: str) -> str:

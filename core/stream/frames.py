@@ -1,11 +1,12 @@
 """The frame codec: what one engine step sends to one gateway. Pure.
 
     Frame   msgpack map   {v, worker, deltas: [Delta], endings: [Ending]}
-    Delta   msgpack array [id, attempt, offset, tokens, text, kind, cut]
+    Delta   msgpack array [id, attempt, offset, tokens, text, at, kind, cut]
 
 A worker's frames carry deltas; `finish` (tasks/lua/endings.lua) sends frames that carry endings. A Delta is an array,
 since there is one for every token streamed; new fields go at its end, with a default, and old readers skip them.
-`offset` is the index of the delta's first token in the request's output, so whoever reads knows what it misses.
+`offset` is the index of the delta's first token in the request's output, and `at` of its first character (the text
+of one token may come with a later one), so whoever reads knows what it misses and what it has already.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     tokens: tuple[int, ...]
     text: str
+    at: int = 0
     kind: str = "text"  #: text | reasoning | tool_call
     cut: str = ""  #: on an attempt's first delta: hash of the token ids before `offset`
 

@@ -59,6 +59,11 @@ class Outlet:
         self.size_bytes -= len(frame)
         self.sent += 1
 
+    @property
+    def is_done(self) -> bool:
+        """Nothing is in it, and nobody is behind it."""
+        return not self.requests and not self.frames and not self.deltas
+
     def overdue(self, now_s: float, buffer_s: float) -> bool:
         """Nobody has received the oldest frame for too long, or too much waits."""
         return bool(self.frames) and (now_s - self.frames[0][0] > buffer_s or self.size_bytes > BUFFER_BYTES)

@@ -55,7 +55,8 @@ def test_concurrent_requests_free_their_place_as_they_end(platform: Platform) ->
 
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, platform, key, max_tokens=200)
-        until(lambda: ask(platform, key, gateway=1).status_code == 429, "the place to be taken")
+        until(lambda: [row for row in platform.rows().values() if row.state == "running"], "it to run")
+        assert ask(platform, key, gateway=1).status_code == 429
         assert long.result().status_code == 200
 
     until(lambda: ask(platform, key, gateway=1).status_code == 200, "the place to be free", 3)

@@ -58,7 +58,10 @@ def attempt(tokens: list[int], cuts: list[int], number: int = 1, hold: int = 0) 
         whole = text_of(tokens[:edge])
         return whole if edge == len(tokens) else whole[: max(0, len(whole) - hold)]
 
-    return [Delta("r", number, a, tuple(tokens[a:b]), said(b).removeprefix(said(a))) for a, b in pairwise(edges)]
+    return [
+        Delta("r", number, a, tuple(tokens[a:b]), said(b).removeprefix(said(a)), len(said(a)))
+        for a, b in pairwise(edges)
+    ]
 
 
 def ending(number: int = 1, output: int = 0, outcome: Outcome = Outcome.COMPLETED, name: str = "r") -> Ending:
