@@ -59,6 +59,8 @@ end
 #: How long one exchange may take before the store counts as away, seconds. Blocking commands add their own wait.
 EXCHANGE_S = 0.8
 CONNECT_S = 0.4
+#: How long a new subscription may take, seconds. Waiting for messages is bounded by the waits themselves.
+LISTEN_S = 5.0
 #: Connections per process. Waiting for one is bounded by EXCHANGE_S.
 CONNECTIONS = 64
 
@@ -219,8 +221,9 @@ class AsyncStore:
 
 
 def listener(url: str) -> redis.Redis:
-    """A synchronous client for one subscription: no read time-out of its own, no silent retry."""
-    return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_S, socket_timeout=None, health_check_interval=0)
+    """A synchronous client for one subscription: no silent retry, and a server that says nothing at all is away."""
+    retry = Retry(NoBackoff(), 0)
+    return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry)
 
 
 def _raised(raw: Any) -> Any:

@@ -309,7 +309,7 @@ class Subscriber:
                 self.receive(message["data"])
 
     def _check_hearing(self) -> None:
-        """The watch sends an echo each second. If the store took one long after the last that came back, we are deaf."""
+        """The watch sends an echo each second. If it could long after the last that was heard, we are deaf."""
         if self._echoed_s - self._heard_s > DEAF_S:
             raise RedisConnectionError("the subscription is deaf")
 

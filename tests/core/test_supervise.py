@@ -233,7 +233,7 @@ from core.supervise import Process, Supervisor
 supervisor = Supervisor(drain_s=0.5)
 child = "import os, signal, sys, time; from core.supervise import follow_parent; follow_parent(grace_s=0.5); " \\
         "signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == 'deaf' else signal.SIG_DFL); " \\
-        "print(os.getpid(), flush=True); time.sleep(1000)"
+        "os.write(1, str(os.getpid()).encode() + bytes([10])); time.sleep(1000)"
 for name in ("hears", "deaf"):
     supervisor.keep(Process(name=name, argv=(sys.executable, "-c", child, name)))
 supervisor.run()

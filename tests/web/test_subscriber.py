@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -513,6 +514,67 @@ def test_the_pump_hands_on_frames_and_endings_and_comes_back_after_a_lost_connec
 
         assert stream.next(PATIENCE_S) == Text(text_of([3]), 3)
         assert isinstance(stream.next(PATIENCE_S), Ended)
+
+
+class Muffled:
+    """A TCP door to a Unix socket that stops passing on what comes back, and closes nothing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.mute = threading.Event()
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self.door.getsockname()[1]}/0"
+        self.open: list[socket.socket] = [self.door]
+
+    def __enter__(self) -> Muffled:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self.open:
+            sock.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                client, _ = self.door.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(self.path)
+                self.open += [client, server]
+                for source, sink, muffled in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._pass, args=(source, sink, muffled), daemon=True).start()
+        except OSError:
+            return
+
+    def _pass(self, source: socket.socket, sink: socket.socket, muffled: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if not (muffled and self.mute.is_set()):
+                    sink.sendall(data)
+        except OSError:
+            return
+
+
+def test_a_subscription_that_went_deaf_is_made_anew(
+    gateway: Gateway, valkey: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that swallows packets closes nothing. The gateway misses its own echo, and listens on a new connection."""
+    monkeypatch.setattr("web.subscriber.DEAF_S", 0.5)
+    monkeypatch.setattr("web.subscriber.WATCH_S", 0.1)
+    path = gateway.subscriber.redis_url.removeprefix("unix://").partition("?")[0]
+
+    with Muffled(path) as proxy, capture_logs() as logs:
+        gateway.subscriber.redis_url = proxy.url
+        gateway.subscriber.start()
+        until(lambda: gateway.subscriber.listening.is_set())
+        proxy.mute.set()
+        gateway.subscriber.redis_url = f"unix://{path}?db=0"
+        [deaf] = listeners(valkey)
+        until(lambda: listeners(valkey) - {deaf})
+        gateway.subscriber.stop()
+
+    until(lambda: not listeners(valkey))
+    assert [entry["event"] for entry in logs] == ["subscription_lost"]
 
 
 def test_the_pump_listens_to_every_model(gateway: Gateway, valkey: redis.Redis) -> None:
