@@ -558,7 +558,7 @@ class Muffled:
 def test_a_subscription_that_went_deaf_is_made_anew(
     gateway: Gateway, valkey: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network that swallows packets closes nothing. The gateway misses its own echo, and listens on a new connection."""
+    """A network that swallows packets closes nothing: the gateway misses its own echo, and listens anew."""
     monkeypatch.setattr("web.subscriber.DEAF_S", 0.5)
     monkeypatch.setattr("web.subscriber.WATCH_S", 0.1)
     path = gateway.subscriber.redis_url.removeprefix("unix://").partition("?")[0]
