@@ -336,14 +336,14 @@ def _workers(workers: list[dict[str, str]]) -> str:
 def welcome(settings: Settings, *, key: str, model: str) -> str:
     """What to do next. Both examples work when pasted."""
     question = "What is the capital of France?"
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": question}]}
+    body = {"model": model, "stream": True, "temperature": 0, "messages": [{"role": "user", "content": question}]}
     curl = ["curl", "-sN", f"{url(settings)}/v1/chat/completions", "-H", f"Authorization: Bearer {key}",
             "-H", "Content-Type: application/json", "-d", json.dumps(body)]  # fmt: skip
     ends = '("response.completed", "response.incomplete", "response.failed", "error")'
     program = (
         f'from itertools import takewhile; from openai import OpenAI; '
         f'socket = OpenAI(base_url="{url(settings)}/v1", api_key="{key}").responses.connect().enter(); '
-        f'socket.response.create(model="{model}", input="{question}"); '
+        f'socket.response.create(model="{model}", input="{question}", temperature=0); '
         f'answer = takewhile(lambda event: event.type not in {ends}, socket); '
         f'[print(getattr(event, "delta", ""), end="", flush=True) for event in answer]; '
         f"print(); socket.close()"

@@ -21,7 +21,7 @@ def _platform() -> Iterator[Platform]:
         try:
             yield from platforms.start(data, valkey.url, database.url)
         finally:
-            valkey.stop()
+            stores.start_valkey(data).stop()  # the one that runs now: a law may have killed the first
             database.stop()
 
 
