@@ -150,7 +150,7 @@ def test_leaving_a_stream_stops_the_engine(up: Up) -> None:
         up.ready["url"] + "/v1/chat/completions", json=body, headers=headers, stream=True, timeout=60
     ) as answer:
         next(line for line in answer.iter_lines() if b"content" in line)
-        assert _running(up) == 1
+        until(lambda: _running(up) == 1, "the engine to be busy", 30)
 
     until(lambda: _running(up) == 0, "the engine to be free", 3)
 
