@@ -3,7 +3,9 @@
 | key       | type      | writer                  | reader          | holds                                        |
 |-----------|-----------|-------------------------|-----------------|----------------------------------------------|
 | waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|id`, score 0           |
-| tenants   | ZSET      | with waiting            | claim           | `class|tenant` by class, then whose turn     |
+| tenants   | ZSET      | with waiting, service   | claim           | `class|tenant` by class, then service        |
+| service   | HASH      | claim, beat, finish     | with tenants    | tenant -> virtual tokens it was served       |
+| due       | ZSET      | with waiting            | claim           | id -> since when its wait is too long, ms    |
 | rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, … |
 | tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)            |
 | body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest       |
@@ -45,7 +47,7 @@ from core.values import Class, Ending, Outcome, Request, Usage
 
 _KEYS = (
     "waiting", "tenants", "rows", "tasks", "claims", "leases", "sums", "deadlines", "delays", "forget", "counters",
-    "wake", "usage", "nonces", "gateways",
+    "wake", "usage", "nonces", "gateways", "service", "due",
 )  # fmt: skip
 _VERBS = ("enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "tick")
 _SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS)
@@ -54,6 +56,8 @@ _SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=("prelude", "order", 
 BODY_MS = 24 * 3600 * 1000
 #: Most that may wait for one model. Past it enqueue refuses.
 WAITING_MAX = 100_000
+#: How long a request may wait before it is overdue, ms: one claim in sixteen goes to whoever is overdue longest.
+DUE_MS = {Class.SYSTEM: 1_000, Class.INTERACTIVE: 5_000, Class.DEFAULT: 30_000, Class.BULK: 300_000}
 #: Most ids that one `watch` asks after.
 WATCH_MAX = 500
 
@@ -69,6 +73,7 @@ class Task:
     gateway: str = ""  #: where its ending is told; empty: nowhere
     rerunnable: bool = True  #: may run again after tokens were published
     input_tokens: int = 0
+    weight: float = 1.0  #: a tenant of weight 2 gets twice the tokens of one of weight 1
     deadline_ms: int = 0  #: on the store's clock; 0: none
     delay_ms: int = 0
     facts: bytes = b""  #: for the usage entry; empty: it makes none
@@ -159,6 +164,7 @@ class Queue:
         args = (
             task.id, task.message, int(task.cls), task.tenant, task.gateway, int(task.rerunnable), task.input_tokens,
             task.deadline_ms, task.delay_ms, task.facts, task.body, BODY_MS, WAITING_MAX, attempt, delivered_tokens,
+            task.weight, DUE_MS[Class(task.cls)],
         )  # fmt: skip
         return self._call("enqueue", *args, body_of=task.id, reply=_accepted)
 
@@ -166,9 +172,15 @@ class Queue:
         """Take at most `want` tasks, and renew the worker's lease."""
         return self._call("claim", worker, want, lease_ms, nonce, reply=_claimed)
 
-    def beat(self, worker: str, claims: Iterable[Claim], *, lease_ms: int) -> Call[dict[str, Claim] | None]:
-        """Renew the lease. None: the queue agrees on the claims; else the claims as the queue has them."""
-        return self._call("beat", worker, lease_ms, checksum(claims), reply=_claims_differ)
+    def beat(
+        self, worker: str, claims: Iterable[Claim], *, lease_ms: int, served: Sequence[tuple[Claim, int]] = ()
+    ) -> Call[dict[str, Claim] | None]:
+        """Renew the lease, and charge tenants for output so far: (claim, tokens).
+
+        None: the queue agrees on the claims; else the claims as the queue has them.
+        """
+        triples = (word for claim, tokens in served for word in (claim.id, claim.attempt, tokens))
+        return self._call("beat", worker, lease_ms, checksum(claims), *triples, reply=_claims_differ)
 
     def part(self, worker: str) -> Call[Any]:
         """The worker is leaving, with nothing in hand: its lease is forgotten."""

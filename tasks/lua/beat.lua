@@ -1,7 +1,8 @@
--- beat: a worker is alive. Its lease is renewed, and its claims are compared by their sum.
+-- beat: a worker is alive. Its lease is renewed, its claims are compared by their sum, its long requests are charged.
 -- ARGV   2 worker  3 lease ms  4 sum of the claims it knows of ('' : it is leaving, forget its lease)
--- reply  {1}: the sums agree | {0, id, attempt, cancelled, …}: its claims as they are          cost O(1), O(claims) on 0
--- Repeat: safe.
+--        5.. triples id, attempt, output tokens so far: of requests that have made many since they were last charged
+-- reply  {1}: the sums agree | {0, id, attempt, cancelled, …}: its claims as they are
+-- Repeat: safe. Cost O(triples log n), and O(claims) on 0.
 local worker, lease_ms = ARGV[2], tonumber(ARGV[3])
 if ARGV[4] == '' then
   bury(worker, 1024)
@@ -10,6 +11,15 @@ end
 call('HSET', COUNTERS, 'lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
 timers(64)
+for i = 5, #ARGV, 3 do
+  local row = row_of(ARGV[i])
+  if row and row.state == 'running' and row.worker == worker and row.attempt == tonumber(ARGV[i + 1]) then
+    local tokens = tonumber(ARGV[i + 2])
+    serve(row.tenant, OUTPUT_COST * (tokens - row.served) / row.weight)
+    row.served = tokens
+    keep(ARGV[i], row)
+  end
+end
 if (call('HGET', SUMS, worker) or '0') == ARGV[4] then return { 1 } end
 local reply = { 0 }
 for _, id in ipairs(claims_of(worker, 4096)) do

@@ -39,6 +39,7 @@ local function back(id, row, message)
   release(id, row)
   row.worker = ''
   row.first_ms = 0
+  row.served = 0
   join(id, row)
   keep(id, row)
 end

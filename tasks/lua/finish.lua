@@ -1,4 +1,4 @@
--- finish: the worker that has the claim ends the request.
+-- finish: the worker that has the claim ends the request. Output that no beat has charged is charged to its tenant.
 -- KEYS   + body STRING
 -- ARGV   2 worker  3 id  4 attempt  5 outcome  6 input  7 cached  8 output  9 reasoning tokens  10 message
 -- reply  1 ended by this call | 2 this attempt ended before: a repeat | 0 fenced: somebody else's        cost O(log n)
@@ -12,6 +12,7 @@ local usage = {
   input_tokens = tonumber(ARGV[6]), cached_tokens = tonumber(ARGV[7]),
   output_tokens = tonumber(ARGV[8]), reasoning_tokens = tonumber(ARGV[9]),
 }
+serve(row.tenant, OUTPUT_COST * (usage.output_tokens - row.served) / row.weight)
 conclude(id, row, ARGV[5], usage, ARGV[10])
 call('DEL', KEYS[EXTRA])
 return 1

@@ -4,12 +4,14 @@ local call = redis.call
 local WAITING, TENANTS, ROWS, TASKS, CLAIMS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local LEASES, SUMS, DEADLINES, DELAYS, FORGET = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local COUNTERS, WAKE, USAGE, NONCES, GATEWAYS = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local EXTRA = 16 -- first key of a script's own, where it has one
+local SERVICE, DUE = KEYS[16], KEYS[17]
+local EXTRA = 18 -- first key of a script's own, where it has one
 local PREFIX = ARGV[1]
 
 local FORGET_MS = 900000 -- an ended row is remembered this long: terminal record, duplicate check
 local SILENCE_MS = 1500  -- no script from anybody for this long: the store was away, not its workers
 local LOSSES_MAX = 3     -- a request that took this many workers down with it is not tried again
+local OVERDUE_EVERY = 16 -- one claim in so many goes to whoever is overdue longest, of any class
 local CLASS_STRIDE = 70368744177664 -- 2^46: the class in a tenant's score
 local SUM_MODULUS = 281474976710656 -- 2^48: sums stay exact in a double
 

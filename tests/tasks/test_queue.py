@@ -71,11 +71,80 @@ def test_classes_are_strict_and_a_tenants_requests_keep_their_order(store: Store
     assert taken == ["s1", "i1", "i2", "d1", "d2", "b1"]
 
 
-def test_inside_a_class_the_longest_waiting_tenant_goes_first(store: Store, queue: Queue) -> None:
-    for name, tenant in [("a1", "a"), ("b1", "b"), ("a2", "a"), ("c1", "c")]:
-        store.run(queue.enqueue(task(name, tenant=tenant)))
+def serve_one(store: Store, queue: Queue, output: int) -> str:
+    """Claim the next request and finish it with so many tokens; returns its id."""
+    [taken] = claim(store, queue)
+    assert store.run(queue.finish("w1", taken, Outcome.COMPLETED, Usage(output_tokens=output)))
+    return taken.id
 
-    assert [c.id for c in claim(store, queue, want=9)] == ["a1", "b1", "a2", "c1"]
+
+def test_tenants_that_wait_get_equal_tokens_whatever_the_size_of_their_requests(store: Store, queue: Queue) -> None:
+    """Input once and output twice: the gap stays below twice the larger of the longest input and twice the output."""
+    for n in range(110):
+        store.run(queue.enqueue(task(f"large{n}", tenant="large", input_tokens=1000)))
+        store.run(queue.enqueue(task(f"small{n}", tenant="small", input_tokens=100)))
+
+    tokens = {"large": 0, "small": 0}
+    for _ in range(100):
+        tenant = serve_one(store, queue, 50).rstrip("0123456789")
+        tokens[tenant] += (1000 if tenant == "large" else 100) + 2 * 50
+
+    assert abs(tokens["large"] - tokens["small"]) <= 2 * max(1000, 2 * 50)
+    assert min(tokens.values()) > 5000
+
+
+def test_weights_divide_the_tokens(store: Store, queue: Queue) -> None:
+    for n in range(60):
+        store.run(queue.enqueue(task(f"double{n}", tenant="double", weight=2.0, input_tokens=100)))
+        store.run(queue.enqueue(task(f"single{n}", tenant="single", input_tokens=100)))
+
+    served = [serve_one(store, queue, 10).rstrip("0123456789") for _ in range(45)]
+
+    assert abs(served.count("double") - 2 * served.count("single")) <= 2
+
+
+def test_who_was_idle_has_saved_nothing_up(store: Store, queue: Queue) -> None:
+    """A tenant that comes back does not get all it did not use: it is lifted to the least served of those that wait."""
+    for n in range(60):
+        store.run(queue.enqueue(task(f"busy{n}", tenant="busy", input_tokens=100)))
+    for _ in range(30):
+        serve_one(store, queue, 10)
+
+    for n in range(20):
+        store.run(queue.enqueue(task(f"late{n}", tenant="late", input_tokens=100)))
+    served = [serve_one(store, queue, 10).rstrip("0123456789") for _ in range(20)]
+
+    assert 9 <= served.count("late") <= 11
+
+
+def test_output_is_charged_as_it_is_made_and_once(store: Store, queue: Queue, valkey: redis.Redis) -> None:
+    """A long generation counts while it runs; its end charges only the rest."""
+    store.run(queue.enqueue(task("long", tenant="t", input_tokens=10)))
+    [long] = claim(store, queue)
+
+    store.run(queue.beat("w1", [long], lease_ms=LEASE_MS, served=[(long, 100)]))
+    assert valkey.hget("f1:{m}:service", "t") == b"210"
+    store.run(queue.beat("w1", [long], lease_ms=LEASE_MS, served=[(long, 100)]))
+    store.run(queue.finish("w1", long, Outcome.COMPLETED, Usage(output_tokens=130)))
+
+    assert valkey.hget("f1:{m}:service", "t") == b"270"
+
+
+def test_bulk_trickles_under_a_flood_of_more_urgent_work(store: Store, queue: Queue, clock: Clock) -> None:
+    """One claim in sixteen goes to the request that is overdue longest. Nothing overdue: strict."""
+    store.run(queue.enqueue(task("bulk", cls=Class.BULK, tenant="b")))
+
+    def flood(name: str) -> list[str]:
+        for n in range(20):
+            store.run(queue.enqueue(task(f"{name}{n}", cls=Class.INTERACTIVE)))
+        return [serve_one(store, queue, 1) for _ in range(20)]
+
+    young = flood("a")
+    wait_for(store, queue, clock, 301_000)
+    old = flood("b")
+
+    assert "bulk" not in young
+    assert "bulk" in old
 
 
 def test_a_claim_whose_reply_was_lost_is_told_again(store: Store, queue: Queue) -> None:
@@ -282,7 +351,7 @@ def test_nothing_is_left_when_everything_has_ended_and_is_forgotten(
     store.run(queue.tick())
 
     left = {key.decode().rpartition(":")[2] for key in valkey.keys("f1:{m}:*")}
-    assert left == {"counters", "usage", "wake"}
+    assert left == {"counters", "usage", "wake", "service"}
     depth = store.run(queue.tick())
     assert (depth.waiting, depth.waiting_tokens, depth.running) == ((0, 0, 0, 0), 0, 0)
     assert len(outcomes(valkey)) == 20
