@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psycopg2
 import pytest
 import redis
@@ -18,6 +19,10 @@ import redis
 from core.postgres import Engine, connect, migrate
 from core.redis import Store
 from ops import stores
+
+# A shared machine may stall any example; how long one takes is no law of ours.
+hypothesis.settings.register_profile("forebay", deadline=None)
+hypothesis.settings.load_profile("forebay")
 
 #: Reads the time from a key, so that no test of leases or windows sleeps.
 TEST_CLOCK = "local function now_ms() return tonumber(redis.call('GET', 'clock') or '0') end\n"
