@@ -88,6 +88,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     cls: int = Class.DEFAULT
     stream: bool = True  #: False: nothing reaches the client before the end
+    patience_ms: int = 0  #: how long it may wait in the queue before nobody wants the answer; 0: as long as it takes
     price_id: int = 0  #: the price row pinned at admission
     tier: str = "standard"  #: what is paid
     cache_salt: str = ""  #: HMAC of the organisation: no prefix is shared between organisations

@@ -74,7 +74,7 @@ class Task:
     rerunnable: bool = True  #: may run again after tokens were published
     input_tokens: int = 0
     weight: float = 1.0  #: a tenant of weight 2 gets twice the tokens of one of weight 1
-    deadline_ms: int = 0  #: on the store's clock; 0: none
+    patience_ms: int = 0  #: how long it may wait before it is ended unrun; 0: as long as it takes
     delay_ms: int = 0
     facts: bytes = b""  #: for the usage entry; empty: it makes none
     body: bytes = b""
@@ -142,6 +142,7 @@ def generation(request: Request) -> Task:
         gateway=request.gateway,
         rerunnable=request.rerunnable,
         input_tokens=len(request.prompt_token_ids),
+        patience_ms=request.patience_ms,
         facts=facts(request),
         body=msgspec.msgpack.encode(request),
     )
@@ -163,7 +164,7 @@ class Queue:
         """Put a task on the queue, once. `attempt` and `delivered_tokens`: when the store forgot a running request."""
         args = (
             task.id, task.message, int(task.cls), task.tenant, task.gateway, int(task.rerunnable), task.input_tokens,
-            task.deadline_ms, task.delay_ms, task.facts, task.body, BODY_MS, WAITING_MAX, attempt, delivered_tokens,
+            task.patience_ms, task.delay_ms, task.facts, task.body, BODY_MS, WAITING_MAX, attempt, delivered_tokens,
             task.weight, DUE_MS[Class(task.cls)],
         )  # fmt: skip
         return self._call("enqueue", *args, body_of=task.id, reply=_accepted)

@@ -105,6 +105,7 @@ class Admission:
             sampling=msgspec.structs.replace(draft.sampling, max_tokens=max_tokens),
             cls=draft.cls,
             stream=draft.stream,
+            patience_ms=int((draft.timeout_s or 0) * 1000),
             price_id=price.id if price else 0,
             cache_salt=hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32],
             admitted_ms=time.time_ns() // 1_000_000,

@@ -1,6 +1,6 @@
 -- enqueue: accept a task, once per id.
 -- KEYS   + body STRING
--- ARGV   2 id  3 message  4 class  5 tenant  6 gateway  7 rerunnable  8 input tokens  9 deadline ms (0: none)
+-- ARGV   2 id  3 message  4 class  5 tenant  6 gateway  7 rerunnable  8 input tokens  9 ms it may wait (0: any)
 --        10 delay ms  11 facts ('' : no usage entry)  12 body ('' : none)  13 body TTL ms  14 most that may wait
 --        15 attempts it had and 16 tokens it delivered before the store forgot it
 --        17 weight of the tenant  18 ms after which it is overdue
@@ -16,7 +16,7 @@ if depth >= tonumber(ARGV[14]) then return { 'full', depth } end
 
 local row = {
   class = class, tenant = ARGV[5], gateway = ARGV[6], rerunnable = ARGV[7] == '1', input = input,
-  deadline_ms = tonumber(ARGV[9]), facts = ARGV[11], arrival = call('HINCRBY', COUNTERS, 'arrival', 1),
+  deadline_ms = tonumber(ARGV[9]) > 0 and now + tonumber(ARGV[9]) or 0, facts = ARGV[11], arrival = call('HINCRBY', COUNTERS, 'arrival', 1),
   entered_ms = now, attempt = tonumber(ARGV[15]), losses = 0, first_ms = 0, worker = '', cancelled = false,
   weight = tonumber(ARGV[17]), due_ms = now + tonumber(ARGV[18]), served = 0, -- output tokens charged
 }

@@ -136,6 +136,22 @@ def raw_streams(platform: Platform, pool: ThreadPoolExecutor, count: int) -> Ite
             one.result()
 
 
+# --- deadlines
+
+
+def test_a_request_that_its_client_has_given_up_on_is_ended_unrun(platform: Platform) -> None:
+    """SDKs say when they give up. What still waits then costs no engine work, and is not billed."""
+    with ThreadPoolExecutor(65) as pool, raw_streams(platform, pool, 64):
+        until(lambda: len(running(platform)) == 64, "all slots to be taken")
+        headers = {"Authorization": f"Bearer {platform.key}", "x-stainless-read-timeout": "1"}
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 5}
+        answer = requests.post(f"{platform.url}/v1/chat/completions", json=body, headers=headers, timeout=10)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "expired")
+    [row] = [row for row in platform.rows().values() if row.ending and row.ending.outcome == "expired"]
+    assert row.attempt == 0
+
+
 # --- workers that die
 
 

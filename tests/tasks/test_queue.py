@@ -300,7 +300,7 @@ def test_a_cancelled_request_of_a_dead_worker_ends_cancelled(store: Store, queue
 def test_a_deadline_passed_in_the_queue_ends_the_request_unrun(
     store: Store, queue: Queue, clock: Clock, valkey: redis.Redis
 ) -> None:
-    store.run(queue.enqueue(task("a", deadline_ms=clock.now_ms + 500)))
+    store.run(queue.enqueue(task("a", patience_ms=500)))
     clock.advance(500)
 
     assert claim(store, queue) == []

@@ -45,6 +45,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  #: None: as many as the model's entry in the catalogue says
     sampling: Sampling = Sampling(max_tokens=0)  #: but for max_tokens, which is admission's decision
     stream: bool = False
+    timeout_s: float | None = None  #: how long the caller waits for it to begin
     include_usage: bool = False  #: a chat stream ends with a chunk that has the usage
     cls: Class = Class.DEFAULT
     echo: dict[str, Any] = {}  #: what a Responses answer repeats of its request
@@ -127,6 +128,7 @@ class Body(BaseModel):
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     stream: bool = False
     service_tier: Text = "auto"
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] = 0
@@ -155,6 +157,7 @@ class Body(BaseModel):
         return {
             "model": self.model,
             "stream": self.stream,
+            "timeout_s": self.timeout,
             "cls": _CLASSES.get(self.service_tier, Class.DEFAULT),
             "sampling": Sampling(max_tokens=0, **asked),
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flask_sock
+import msgspec
 import simple_websocket
-from flask import Blueprint, Flask, Response, g, jsonify
+from flask import Blueprint, Flask, Response, g, jsonify, request
 
 from web.admission import Admitted
 from web.app import gateway
@@ -19,6 +21,8 @@ from web.transports.http import BODY_MAX, COMMENT, body, data_line, event_lines,
 from web.transports.sockets import GOING_AWAY, Socket
 
 blueprint = Blueprint("generation", __name__)
+
+_SECONDS = re.compile(r"\d{1,5}(\.\d{1,6})?")
 
 #: Sockets are pinged this often; two pings without an answer close one, seconds.
 PING_S = 25
@@ -36,6 +40,7 @@ def create_response() -> Response:
 
 def _answer(draft: Draft, framing: Callable[..., Any], lines: Callable[[Admitted, Any], Iterator[bytes]]) -> Response:
     parts = gateway()
+    draft = msgspec.structs.replace(draft, timeout_s=draft.timeout_s or _read_timeout_s(draft))
     admitted = parts.admission.admit(g.caller, draft, "sse" if draft.stream else "http")
     g.request_id, g.reserved = admitted.stream.request.id, admitted.reserved
     frames = framing(admitted.stream.request, draft)
@@ -47,6 +52,13 @@ def _answer(draft: Draft, framing: Callable[..., Any], lines: Callable[[Admitted
         return jsonify(frames.whole(text, ending))
     finally:
         parts.admission.release(admitted.stream)
+
+
+def _read_timeout_s(draft: Draft) -> float | None:
+    """When the client itself gives up, which SDKs say of every request. Of a stream it measures silence, which a queue
+    that says its place does not keep."""
+    said = request.headers.get("x-stainless-read-timeout", "")
+    return float(said) if not draft.stream and _SECONDS.fullmatch(said) else None
 
 
 def _chat_lines(admitted: Admitted, framing: ChatFraming) -> Iterator[bytes]:
