@@ -23,7 +23,7 @@ from dramatiq.errors import ActorNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import AsyncIO, ShutdownNotifications, SkipMessage, TimeLimit
 
-from core.redis import AWAY, AsyncStore, RedisError, command
+from core.redis import AWAY, AsyncStore, Call, RedisError, command
 from core.telemetry import logs, metrics
 from core.values import Outcome, Usage
 from tasks.queue import Claim, Queue
@@ -36,6 +36,8 @@ IDLE_S = 2.0
 PAUSE_S = 0.1
 #: Output that a tenant is charged for before its request ends: often enough to be fair, too seldom to cost a beat much.
 SERVED_TOKENS = 64
+#: Most endings in one exchange.
+FINISH_MAX = 64
 #: Most claims in one exchange.
 CLAIM_MAX = 32
 
@@ -91,6 +93,8 @@ class Runner:
         self._vouched = asyncio.Condition()  #: a beat has succeeded
         self._vouched_s = float("-inf")
         self._strays: set[str] = set()
+        self._ending: list[tuple[Call[bool], asyncio.Future[bool]]] = []  #: endings on their way to the store
+        self._ended = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
 
     # --- life
@@ -100,7 +104,8 @@ class Runner:
         self.broker.emit_before("worker_boot", self)
         await self._supervised_once(self._beat)
         self._background = [
-            asyncio.create_task(self._supervised(loop)) for loop in (self._claims, self._beats, self._control)
+            asyncio.create_task(self._supervised(loop))
+            for loop in (self._claims, self._beats, self._control, self._finishes)
         ]
         self.broker.emit_after("worker_boot", self)
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -217,10 +222,40 @@ class Runner:
     async def _finish(self, held: Held, finished: Finished) -> None:
         """Say that it ended, until the store has heard it or somebody else has the claim."""
         call = self.queue.finish(self.worker, held.claim, finished.outcome, finished.usage, finished.message)
-        ours = await self.insist(lambda: self.store.run(call))
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._ending.append((call, told))
+        self._ended.set()
+        try:
+            ours = await told
+        except RedisError:
+            return  # said where it was refused; the claim is a stray now, which the next beats give back
         metrics.tasks_ended.labels(self.queue.model, finished.outcome if ours else "fenced").inc()
         if not ours:
             log.warning("finish_fenced")
+
+    async def _finishes(self) -> None:
+        """Tell the store of endings, those of one moment together. Each may be told twice: `finish` knows a repeat."""
+        while True:
+            await self._ended.wait()
+            self._ended.clear()
+            while self._ending:
+                batch, self._ending = self._ending[:FINISH_MAX], self._ending[FINISH_MAX:]
+                await self._tell(batch)
+
+    async def _tell(self, batch: list[tuple[Call[bool], asyncio.Future[bool]]]) -> None:
+        try:
+            replies = await self.insist(lambda: self.store.run_all([call for call, _ in batch]))
+        except RedisError as e:  # one that is refused must not keep the others from ending
+            log.error("finish_refused", error=repr(e), endings=len(batch))
+            if len(batch) > 1:
+                for one in batch:
+                    await self._tell([one])
+            elif not batch[0][1].done():
+                batch[0][1].set_exception(e)
+            return
+        for (_, told), ours in zip(batch, replies, strict=True):
+            if not told.done():
+                told.set_result(ours)
 
     async def insist(self, exchange: Callable[[], Awaitable[Any]]) -> Any:
         """Make an exchange, however long the store is away."""

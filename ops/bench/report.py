@@ -36,12 +36,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def measure(bench: str, figures: Callable[[Say], dict[str, Any]]) -> Report:
-    """Run a bench that has no peers."""
+#: What a bench found: our figures, and each peer's under the same names.
+Found = tuple[dict[str, Any], dict[str, dict[str, Any]]]
+
+
+def measure(bench: str, figures: Callable[[Say], Found]) -> Report:
+    """Run a bench."""
     machine, start_s = this_machine(), time.monotonic()
-    found = figures(lambda text: click.echo(text, err=True))
+    ours, peers = figures(lambda text: click.echo(text, err=True))
     seconds = round(time.monotonic() - start_s, 1)
-    return Report(bench=bench, figures=found, peers={}, machine=machine, seconds=seconds)
+    return Report(bench=bench, figures=ours, peers=peers, machine=machine, seconds=seconds)
 
 
 def this_machine() -> Machine:
@@ -65,9 +69,11 @@ def _cpu_name() -> str:
 def publish(report: Report, file: str | None) -> None:
     """Write the object to `file` (`-`: standard output); without one, show a table."""
     if file is None:
-        show.many(
-            [{"figure": name, "value": value} for name, value in report.figures.items()], False, ("figure", "value")
-        )
+        rows = [
+            {"figure": name, "value": value} | {peer: theirs.get(name, "") for peer, theirs in report.peers.items()}
+            for name, value in report.figures.items()
+        ]
+        show.many(rows, False, ("figure", "value", *report.peers))
         return
     text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
     with click.open_file(file, "w") as out:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from ops.bench.load import Seen, drive, idle_sockets
 from ops.bench.platform import BenchFailed, Cpu, Platform, running
-from ops.bench.report import Say
+from ops.bench.report import Found, Say
 
 #: The engine's pace, ms a step: 20 tokens a second for each stream.
 STEP_MS = 50.0
@@ -54,7 +53,7 @@ class Options:
     seconds: float  #: go on with new streams for so long; 0: each stream once
 
 
-def figures(options: Options, say: Say) -> dict[str, Any]:
+def figures(options: Options, say: Say) -> Found:
     """Measure everything.
 
     Raises:
@@ -74,7 +73,7 @@ def figures(options: Options, say: Say) -> dict[str, Any]:
             "added_itl_ms_p99": _added_itl_ms(platform, options, say),
             "idle_socket_kb": _idle_socket_kb(platform, say),
         }
-    return {name: round(value, 2) for name, value in found.items()}
+    return {name: round(value, 2) for name, value in found.items()}, {}
 
 
 def _catalog(options: Options) -> str:

@@ -34,3 +34,20 @@ def stream(streams: int, tokens: int, seconds: float, file: str | None) -> None:
     with show.refusals(BenchFailed):
         found = report.measure("stream", partial(bench.figures, options))
     report.publish(found, file)
+
+
+@command.command()
+@click.option("--messages", type=click.IntRange(100, 1_000_000), default=10_000, show_default=True)
+@click.option("--starts", type=click.IntRange(5, 10_000), default=40, show_default=True, help="Idle starts measured.")
+@click.option("--in-flight", type=click.IntRange(1, 1024), default=256, show_default=True)
+@click.option("--depth", "depths", type=int, multiple=True, default=(0, 100_000), show_default=True)
+@_json
+def queue(messages: int, starts: int, in_flight: int, depths: tuple[int, ...], file: str | None) -> None:
+    """How soon an idle worker starts a task and how many it gets through, beside Dramatiq's stock RedisBroker."""
+    from functools import partial
+
+    from ops.bench import queue as bench
+    from ops.bench import report
+
+    options = bench.Options(messages=messages, starts=starts, in_flight=in_flight, depths=depths)
+    report.publish(report.measure("queue", partial(bench.figures, options)), file)

@@ -17,6 +17,7 @@ from ops import prepare
 from ops.bench import load, report
 from ops.bench.platform import BenchFailed, Cpu
 
+QUEUE_KEYS = {"idle_start_ms_p50", "idle_start_ms_p99", "messages_per_s", "idle_commands_per_s"}
 STREAM_KEYS = {
     "gateway_cpu_us_per_token", "total_cpu_us_per_token", "gateway_cpu_ms_per_request", "streams", "added_itl_ms_p99",
     "idle_socket_kb",
@@ -84,7 +85,7 @@ def test_quantiles_are_values_that_occurred() -> None:
 
 
 def test_a_report_is_one_object_in_a_file_or_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = report.measure("any", lambda say: {"wait_ms_p99": 1.5})
+    measured = report.measure("any", lambda say: ({"wait_ms_p99": 1.5}, {}))
 
     report.publish(measured, str(tmp_path / "out.json"))
     report.publish(measured, None)
@@ -93,3 +94,17 @@ def test_a_report_is_one_object_in_a_file_or_a_table(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "wait_ms_p99" in shown
     assert "1.5" in shown
+
+
+def test_a_small_queue_bench_has_our_figures_beside_dramatiqs(tmp_path: Path) -> None:
+    small = ("--starts", "5", "--messages", "300", "--in-flight", "32", "--depth", "0", "--depth", "500")
+    done = bench(tmp_path, "queue", *small, "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    scripts = found["figures"].pop("script_us")
+    assert set(found["figures"]) == set(found["peers"]["dramatiq"]) == QUEUE_KEYS
+    assert all(value > 0 for value in found["figures"].values())
+    assert set(scripts) == {"enqueue", "claim", "beat_256", "watch_256", "finish"}
+    assert all(set(us) == {"0", "500"} and min(us.values()) > 0 for us in scripts.values())
+    assert list(tmp_path.iterdir()) == []

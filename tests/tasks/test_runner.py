@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dramatiq
@@ -12,6 +12,7 @@ import redis
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.middleware import AsyncIO, Middleware, ShutdownNotifications, SkipMessage, TimeLimit
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from structlog.testing import capture_logs
 
 from core.redis import AsyncStore, Call, Store
@@ -33,15 +34,26 @@ class Flaky(AsyncStore):
         self.losing: dict[str, int] = {}  #: script -> replies to lose
         self.error: Exception = RedisConnectionError("lost")
         self.lost: list[str] = []
+        self.together: list[int] = []  #: how many calls went in each exchange of several
 
     async def run(self, call: Call[Any]) -> Any:
         reply = await super().run(call)
+        self._lose(call, reply)
+        return reply
+
+    async def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        self.together.append(len(calls))
+        replies = await super().run_all(calls)
+        for call, reply in zip(calls, replies, strict=True):
+            self._lose(call, reply)
+        return replies
+
+    def _lose(self, call: Call[Any], reply: Any) -> None:
         name = call.script.name if call.script else str(call.args[0])
         if self.losing.get(name, 0) > 0 and not (name == "claim" and not reply.claims):
             self.losing[name] -= 1
             self.lost.append(name)
             raise self.error
-        return reply
 
 
 class Deaf(Queue):
@@ -439,8 +451,10 @@ async def test_a_cancel_that_comes_before_the_task_has_begun_ends_it_unrun(bench
 
     runner._start(claim)
     runner.let_go(task, "cancelled")
+    telling = asyncio.create_task(runner._finishes())
     ending = await bench.ending(task)
     await bench.until(lambda: not runner.held)
+    telling.cancel()
     await bench.close()
 
     assert (ending.outcome, bench.marks) == ("cancelled", [])
@@ -559,3 +573,46 @@ async def test_a_runner_takes_no_more_than_it_has_room_for(bench: Bench) -> None
 def outcomes(valkey: redis.Redis) -> list[tuple[str, str]]:
     """Every ending, in order."""
     return [(e[b"id"].decode(), e[b"outcome"].decode()) for _, e in valkey.xrange("f1:{q}:usage")]
+
+
+# --- endings
+
+
+@on_loop
+async def test_endings_of_one_moment_are_told_in_one_exchange(bench: Bench, valkey: redis.Redis) -> None:
+    """Hundreds of requests may end in one engine step; a round trip for each would hold up their slots."""
+    release = asyncio.Event()
+
+    async def wait() -> None:
+        await release.wait()
+
+    actor = bench.actor(wait)
+    async with bench.make(room=40):
+        for _ in range(40):
+            bench.send(actor)
+        await bench.until(lambda: len(bench.runner.held) == 40)
+        release.set()
+        await bench.until(lambda: not bench.runner.held)
+
+    assert sum(bench.store.together) == 40 == len(outcomes(valkey))
+    assert len(bench.store.together) <= 4
+
+
+@on_loop
+async def test_an_ending_that_the_store_refuses_keeps_no_other_from_ending(bench: Bench, valkey: redis.Redis) -> None:
+    """Say, a script that the store will not run: the others of the same exchange are told one by one."""
+    release = asyncio.Event()
+
+    async def wait() -> None:
+        await release.wait()
+
+    actor = bench.actor(wait)
+    bench.make(room=3).store.error = ResponseError("refused")
+    async with bench:
+        tasks = [bench.send(actor) for _ in range(3)]
+        await bench.until(lambda: len(bench.runner.held) == 3)
+        bench.store.losing = {"finish": 2}
+        release.set()
+        await bench.until(lambda: len(outcomes(valkey)) == 3)
+
+    assert {name for name, _ in outcomes(valkey)} == set(tasks)
