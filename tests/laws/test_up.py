@@ -149,7 +149,8 @@ def test_leaving_a_stream_stops_the_engine(up: Up) -> None:
     with requests.post(
         up.ready["url"] + "/v1/chat/completions", json=body, headers=headers, stream=True, timeout=60
     ) as answer:
-        next(line for line in answer.iter_lines() if b"content" in line)
+        lines = answer.iter_lines()  # kept: requests closes the connection with the iterator
+        next(line for line in lines if b"content" in line)
         until(lambda: _running(up) == 1, "the engine to be busy", 30)
 
     until(lambda: _running(up) == 0, "the engine to be free", 3)
