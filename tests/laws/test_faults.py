@@ -301,6 +301,7 @@ def test_a_store_that_hangs_is_a_503_within_a_second(platform: Platform) -> None
         server.resume()
 
     assert answer.status_code == 503 and answer.headers["x-should-retry"] == "true"
+    print(f"503 from a hanging store after {took_s:.2f} s")
     assert took_s < 1.5
     until(
         lambda: platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO}).status_code == 200,
