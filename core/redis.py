@@ -117,7 +117,9 @@ class _Loaded:
     """The sources of the scripts with this store's clock in front, by hash."""
 
     clock: str = CLOCK
-    shas: dict[int, str] = field(default_factory=dict)
+    #: by identity, since hashing a body each time would cost more than the exchange; the script is held, or another
+    #: might get its place in memory.
+    shas: dict[int, tuple[Script, str]] = field(default_factory=dict)
 
     def source(self, script: Script) -> str:
         return self.clock + script.body
@@ -127,9 +129,9 @@ class _Loaded:
             return ""
         known = self.shas.get(id(script))
         if known is None:
-            known = hashlib.sha1(self.source(script).encode(), usedforsecurity=False).hexdigest()
-            self.shas[id(script)] = known
-        return known
+            sha = hashlib.sha1(self.source(script).encode(), usedforsecurity=False).hexdigest()
+            known = self.shas[id(script)] = (script, sha)
+        return known[1]
 
 
 class Store:

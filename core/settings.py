@@ -11,6 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+#: What GPU workers and their agents must not be told: the way to the money, and the secrets of keys and caches.
+WITHHELD = ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")
+
 
 class BadSettings(Exception):
     """The environment is not valid."""

@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from core import catalog, postgres, supervise
 from core.redis import RedisError
-from core.settings import Settings
+from core.settings import WITHHELD, Settings
 from ops import demo, prepare, stores
 from ops.logs import Logs
 
@@ -36,8 +36,6 @@ READY_S = 1800.0
 LOOK_S = 0.2
 #: A silent wait says that it is still there, seconds.
 SAY_S = 10.0
-#: Environment that a process must not get: GPU workers hold no key to the money, nor to the callers' keys.
-WITHHELD = {"worker": ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")}
 
 _PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
 
@@ -273,7 +271,7 @@ def environment(environ: Mapping[str, str], settings: Settings, name: str) -> di
         "FOREBAY_PORT": str(settings.port),
         "FOREBAY_SUPERVISED": "1",
     }
-    return {key: value for key, value in {**environ, **told}.items() if key not in WITHHELD.get(name, ())}
+    return {key: value for key, value in {**environ, **told}.items() if name != "worker" or key not in WITHHELD}
 
 
 def free_port(bind: str, port: int) -> int:

@@ -5,7 +5,7 @@ money, and one advisory lock, held on the connection that decisions are written 
 
     tick        every tick_ms   look at queues and fleet, decide, write assignments (leader only)
     ingest      1 s             usage log -> Postgres, lost settles made again
-    roll_up     5 s             hours that got entries -> hourly totals; each hour is final an hour's job later
+    roll_up     5 s             hours that got entries -> hourly totals, re-rolled whole
     project     60 s            keys and prices into Redis, where gateways read them
     partitions  1 h             months of usage_events made ahead
     sweep       10 s            holds that were reserved and never enqueued
@@ -51,13 +51,8 @@ class Clock:
     """The jobs. Each is a step that tests call."""
 
     def __init__(self, settings: Settings, models: Catalog, store: Store, database: Engine, provider: Provider) -> None:
-        self.settings, self.models, self.store, self.database, self.provider = (
-            settings,
-            models,
-            store,
-            database,
-            provider,
-        )
+        self.settings, self.models, self.provider = settings, models, provider
+        self.store, self.database = store, database
         self.memory = Memory()
         self.consumer = f"clock-{socket.gethostname()}-{os.getpid()}"
         self.leadership = Leadership(database, LEADER)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 MODEL = "scripted"
 PEPPER = "a pepper for tests only"
 
-#: Two fast models: one that answers at once, and one that takes its time, so that faults find it busy.
+#: One model with two workers, fast enough for a suite and slow enough that faults find it busy.
 CATALOG = """
 [models.scripted]
 tokenizer = "bytes"

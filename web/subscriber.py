@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -289,8 +290,8 @@ class Subscriber:
                 client.close()
             time.sleep(PAUSE_S)
 
-    def _read(self, client: object) -> None:
-        pubsub = client.pubsub(ignore_subscribe_messages=False)  # type: ignore[attr-defined]
+    def _read(self, client: Any) -> None:
+        pubsub = client.pubsub(ignore_subscribe_messages=False)
         channels = [gateway_channel(model, self.gateway) for model in self.queues]
         pubsub.subscribe(*channels)
         subscribed = 0

@@ -11,13 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 from core import catalog, fleet, supervise
 from core.catalog import Catalog
 from core.redis import AWAY, RedisError, Store
-from core.settings import BadSettings, Settings, read
+from core.settings import WITHHELD, BadSettings, Settings, read
 from core.supervise import Death, Process, Supervisor
 from core.telemetry import logs
 from tasks.queue import Queue
@@ -27,8 +27,6 @@ log = logs.get(__name__)
 
 #: Workers that a machine without a GPU holds at most; its memory is the real bound.
 CPU_ROOM = 8
-#: What a worker must not know: the way to the money, and the secrets of keys and caches.
-WITHHELD = ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")
 #: How often the agent looks at its processes and at its assignment, seconds.
 TEND_S = 0.1
 LOOK_S = 0.5
@@ -56,16 +54,16 @@ class Agent:
             time.sleep(TEND_S)
         log.info("host_draining", workers=len(self.supervisor.names()))
         self.supervisor.stop()
-        self._say(self._bury)
+        self._attempt(self._bury)
 
     def tend(self, now_s: float) -> None:
         """Look after the processes; now and then, after the assignment."""
         self.supervisor.tend()
         if self.unburied:
-            self._say(self._bury)
+            self._attempt(self._bury)
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
-            self._say(self._look)
+            self._attempt(self._look)
 
     def _look(self) -> None:
         # Without an assignment the last one holds: a store that has lost it must not empty the host.
@@ -112,9 +110,10 @@ class Agent:
                 self.store.run(fleet.remove_worker(model, worker))
                 del self.unburied[0]
 
-    def _say(self, step: object) -> None:
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """One exchange with the store; while it is away the processes are tended all the same."""
         try:
-            step()  # type: ignore[operator]
+            step()
         except (*AWAY, RedisError) as e:
             log.warning("store_away", error=repr(e))
 

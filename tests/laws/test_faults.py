@@ -158,17 +158,18 @@ def test_a_request_that_its_client_has_given_up_on_is_ended_unrun(platform: Plat
 def stream_text(platform: Platform, n: int, **body: Any) -> tuple[str, str, str]:
     """(request id, text, how it ended) of one streamed chat."""
     with raw_stream(platform, stream=True, max_tokens=LONG, **body) as answer:
-        text, end = "", "nothing"
+        text, ends = "", []
         for line in answer.iter_lines():
             if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
-                end = chunk["error"]["code"]
+                ends.append(chunk["error"]["code"])
             elif chunk["choices"]:
                 text += chunk["choices"][0]["delta"].get("content") or ""
-                end = chunk["choices"][0]["finish_reason"] or end
-        return answer.headers["x-request-id"], text, end
+                ends += [reason] if (reason := chunk["choices"][0]["finish_reason"]) else []
+        assert len(ends) == 1, "exactly one terminal event"
+        return answer.headers["x-request-id"], text, ends[0]
 
 
 def test_a_worker_killed_under_load_ends_every_request_once(platform: Platform) -> None:
@@ -196,9 +197,11 @@ def test_a_worker_killed_under_load_ends_every_request_once(platform: Platform) 
         assert (text == text_of(n, LONG)) == (end == "length")
     assert ends["worker_lost"] > 0, "the victim had sampled streams"
     platform.quiet()
-    rows = {str(row["event_id"]): row for row in platform.usage_rows()}
+    usage = platform.usage_rows()
+    times = Counter(str(row["event_id"]) for row in usage)
+    assert [times[request_id] for request_id, _, _ in results] == [1] * 40, "one row each"
+    rows = {str(row["event_id"]): row for row in usage}
     mine = [rows[request_id] for request_id, _, _ in results]
-    assert len(mine) == 40, "one row each"
     assert {row["outcome"] for row in mine} == {"length", "worker_lost"}
     assert all(row["output_tokens"] == (LONG if row["outcome"] == "length" else 0) for row in mine)
     assert any(row["attempt"] == 2 for row in mine[:20])

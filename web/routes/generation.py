@@ -62,13 +62,13 @@ def _read_timeout_s(draft: Draft) -> float | None:
 
 
 def _chat_lines(admitted: Admitted, framing: ChatFraming) -> Iterator[bytes]:
-    for chunk in events(admitted, framing, idle=lambda: None):
+    for chunk in events(admitted, framing):
         yield COMMENT if chunk is None else data_line(chunk)
     yield b"data: [DONE]\n\n"
 
 
 def _responses_lines(admitted: Admitted, framing: ResponsesFraming) -> Iterator[bytes]:
-    for event in events(admitted, framing, idle=lambda: None):
+    for event in events(admitted, framing):
         yield COMMENT if event is None else event_lines(event)
 
 

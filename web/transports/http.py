@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ class Framing(Protocol):
     def failure(self, error: ForebayError) -> list[Any]: ...
 
 
-def events(admitted: Admitted, framing: Framing, *, idle: Callable[[], Any] | None = None) -> Iterator[Any]:
-    """Everything a stream says, in its dialect; `idle()` whenever it has been silent for long."""
+def events(admitted: Admitted, framing: Framing) -> Iterator[Any]:
+    """Everything a stream says, in its dialect; None whenever it has been silent for long."""
     yield from framing.began(admitted.place)
     while True:
         event = admitted.stream.next()
@@ -63,8 +63,7 @@ def events(admitted: Admitted, framing: Framing, *, idle: Callable[[], Any] | No
             case Text():
                 yield from framing.text(event.text, event.offset)
             case Idle():
-                if idle is not None:
-                    yield idle()
+                yield None
             case Waiting():
                 yield from framing.waiting(event.place)
             case Running():

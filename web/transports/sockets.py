@@ -137,7 +137,8 @@ class Socket:
             if self._closed:
                 return
             for event in events(admitted, ResponsesFraming(admitted.stream.request, create.draft)):
-                self._send(event, create.stream_id)
+                if event is not None:  # sockets are kept by their pings
+                    self._send(event, create.stream_id)
         finally:
             self._running = None
             self.admission.release(admitted.stream)
