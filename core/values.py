@@ -28,7 +28,8 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  #: the caller went away or asked us to stop
     EXPIRED = "expired"  #: its deadline passed while it waited
     FAILED = "failed"  #: the engine refused it or broke on it
-    WORKER_LOST = "worker_lost"  #: its worker died after part of a sample was delivered
+    WORKER_LOST = "worker_lost"  #: its worker died after part of a sample was delivered that cannot be gone on with
+    GATEWAY_LOST = "gateway_lost"  #: its gateway died, and nobody came for its stream in time
 
 
 #: Outcomes that the caller gets an answer for; everything else is shown as an error or an abort.
@@ -73,8 +74,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
-        """The same prompt gives the same text again, so a second run may go on where the first was cut."""
+        """The same prompt gives the same text again, so a second run may be compared with what was delivered."""
         return self.temperature == 0
+
+    @property
+    def resumable(self) -> bool:
+        """Going on from the tokens so far, as part of the prompt, gives what going on unbroken could have given.
+
+        Not so for a seed, the random numbers of which start anew, and for penalties, which count output only.
+        """
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return not penalised and (self.greedy or self.seed is None)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,6 +98,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     cls: int = Class.DEFAULT
     stream: bool = True  #: False: nothing reaches the client before the end
+    expected_tokens: int = 0  #: output that such requests usually come to; 0: not known, max_tokens
+    preferred: tuple[str, ...] = ()  #: workers that hold its prefix, best first
+    prefix: tuple[bytes, ...] = ()  #: hashes of its prefix, at the checkpoints of core/prefix.py
+    linger_ms: int = 0  #: how long it may go on after its client went away, for the client to come back
     patience_ms: int = 0  #: how long it may wait in the queue before nobody wants the answer; 0: as long as it takes
     price_id: int = 0  #: the price row pinned at admission
     tier: str = "standard"  #: what is paid
@@ -96,11 +110,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def rerunnable(self) -> bool:
-        """May be run again from the start even after tokens were published.
+        """May be claimed again after tokens were published.
 
-        Either nothing reaches the client before the end, or greedy decoding makes the same tokens again.
+        Another worker goes on from there; or nothing reaches the client before the end; or greedy decoding makes the
+        same tokens again, which its gateway compares.
         """
-        return not self.stream or self.sampling.greedy
+        return self.sampling.resumable or not self.stream or self.sampling.greedy
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

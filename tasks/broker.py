@@ -76,7 +76,7 @@ class QueueBroker(Broker):
         )
         accepted = self._run(queue.enqueue(task))
         if accepted.status == "full":
-            full = f"queue {message.queue_name} is full ({accepted.place} wait)"
+            full = f"queue {message.queue_name} is full ({accepted.waiting} wait)"
             raise RateLimitExceeded(full)  # type: ignore[no-untyped-call]
         self.emit_after("enqueue", message, delay)
         return message
@@ -175,7 +175,7 @@ class QueueConsumer(Consumer):
         try:
             self.ready.append(_Message(Message.decode(claim.message), claim))
         except (dramatiq.errors.DecodeError, KeyError, TypeError):
-            self._finish(claim, Outcome.FAILED, "its task cannot be read")
+            self._finish(claim, Outcome.FAILED, "its task cannot be read", dead=True)
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -186,8 +186,8 @@ class QueueConsumer(Consumer):
         self.broker._run(self.queue.beat(self.worker, claims, lease_ms=LEASE_MS))
         self.beat_s = now_s
 
-    def _finish(self, claim: Claim, outcome: Outcome, message: str = "") -> None:
-        self.broker._run(self.queue.finish(self.worker, claim, outcome, Usage(), message))
+    def _finish(self, claim: Claim, outcome: Outcome, message: str = "", *, dead: bool = False) -> None:
+        self.broker._run(self.queue.finish(self.worker, claim, outcome, Usage(), message, dead=dead))
         with self.lock:
             self.claims.pop(claim.id, None)
 
@@ -197,11 +197,11 @@ class QueueConsumer(Consumer):
 
     def nack(self, message: MessageProxy) -> None:
         assert isinstance(message, _Message)
-        self._finish(message.claim, Outcome.FAILED, "its actor failed")
+        self._finish(message.claim, Outcome.FAILED, "its actor failed", dead=True)
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         claims = [message.claim for message in messages if isinstance(message, _Message)]
-        self.broker._run(self.queue.hand_back(self.worker, claims))
+        self.broker._run(self.queue.hand_back(self.worker, claims, "its worker does not run it"))
         with self.lock:
             for claim in claims:
                 self.claims.pop(claim.id, None)
@@ -209,5 +209,5 @@ class QueueConsumer(Consumer):
     def close(self) -> None:
         with self.lock:
             left = list(self.claims.values())
-        self.broker._run(self.queue.hand_back(self.worker, left))
+        self.broker._run(self.queue.hand_back(self.worker, left, "its worker was shut down"))
         self.broker._run(self.queue.part(self.worker))

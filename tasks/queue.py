@@ -1,40 +1,51 @@
 """The queue of one model: what waits, who has what, how it ends. One hash tag a model; every key begins `f1:{model}:`.
 
-| key       | type      | writer                  | reader          | holds                                        |
-|-----------|-----------|-------------------------|-----------------|----------------------------------------------|
-| waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|id`, score 0           |
-| tenants   | ZSET      | with waiting, service   | claim           | `class|tenant` by class, then service        |
-| service   | HASH      | claim, beat, finish     | with tenants    | tenant -> virtual tokens it was served       |
-| due       | ZSET      | with waiting            | claim           | id -> since when its wait is too long, ms    |
-| rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, … |
-| tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)            |
-| body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest       |
-| claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                  |
-| leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms   |
-| sums      | HASH      | claim, cancel, endings  | beat            | worker -> sum over its claims, 48 bits       |
-| nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost |
-| deadlines | ZSET      | with waiting            | timers          | id -> ms                                     |
-| delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                    |
-| forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms            |
-| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals              |
-| wake      | ZSET      | enqueue, claim          | idle workers    | one marker; carries no data, may be lost     |
-| gateways  | ZSET      | watch                   | (later: attach) | gateway -> lease end, ms                     |
-| usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts          |
+| key       | type      | writer                  | reader          | holds                                              |
+|-----------|-----------|-------------------------|-----------------|----------------------------------------------------|
+| waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|preferred|id`, score 0       |
+| tenants   | ZSET      | with waiting, service   | claim           | `class|tenant` by class, then service              |
+| service   | HASH      | claim, beat, finish     | with tenants    | tenant -> virtual tokens it was served             |
+| depths    | HASH      | with waiting            | enqueue         | tenant, `tenant|tokens` -> what it has waiting     |
+| due       | ZSET      | with waiting            | claim           | id -> since when its wait is too long, ms          |
+| rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, …       |
+| tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)                  |
+| body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest             |
+| view:<id> | STRING    | enqueue; finish, cancel | web             | how to show the stream again; FORGET_MS past its end |
+| claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                        |
+| leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms         |
+| rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots it had left after its last claim   |
+| saving    | HASH      | claim, endings          | claim           | worker -> large request it saves KV cache for      |
+| sums      | HASH      | claim, cancel, endings  | beat            | worker -> sum over its claims, 48 bits             |
+| nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost       |
+| deadlines | ZSET      | with waiting            | timers          | id -> ms                                           |
+| held      | ZSET      | enqueue                 | timers          | ids that came while no worker was alive            |
+| delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                          |
+| forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms                  |
+| dead      | ZSET      | endings, mend           | mend            | dead letter -> when it was given up, ms            |
+| letters   | HASH      | with dead               | mend            | id -> msgpack map: row, message, reason; a week    |
+| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals                    |
+| wake      | ZSET      | enqueue, claim, endings | idle workers    | one marker; carries no data, may be lost           |
+| wake:<w>  | ZSET      | enqueue                 | that worker     | the same, for what prefers it; TTL 60 s            |
+| gateways  | ZSET      | watch, enqueue, attach  | timers          | gateway -> when what is open there is orphaned, ms |
+| homes     | ZSET, lex | enqueue, attach, ends   | timers          | `gateway|id` of open requests                      |
+| usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts                |
 
-Channels: `gateway:<id>` frames and endings (core/stream), `worker:<id>` ids that their callers cancelled.
+Channels: `gateway:<id>` frames, endings and takeovers (core/stream), `worker:<id>` Orders for that worker, `urgent` the
+class of something urgent that found no room.
 
 Promise   an id is accepted once, and ends once. A claim is a right to one attempt; who lost it changes nothing more.
 Dies      worker: its agent says so (`tick`), or its lease runs out; its claims go back to the front of their line, or
-          end as `worker_lost` where a second run would show. Gateway: its requests run on and end. Store: scripts are
-          atomic; after a silence every lease starts anew (endings.lua `hear`), so an outage re-runs nothing.
-          Cluster: one slot a model, every key in KEYS.
+          end as `worker_lost` where another run would show. Gateway: another attaches, or its requests end as
+          `gateway_lost` LOST_MS after its lease. Store: scripts are atomic; after a silence every lease starts anew
+          (endings.lua `hear`), so an outage re-runs nothing. Cluster: one slot a model, every key in KEYS.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,19 +58,38 @@ from core.values import Class, Ending, Outcome, Request, Usage
 
 _KEYS = (
     "waiting", "tenants", "rows", "tasks", "claims", "leases", "sums", "deadlines", "delays", "forget", "counters",
-    "wake", "usage", "nonces", "gateways", "service", "due",
+    "wake", "usage", "nonces", "gateways", "service", "due", "depths", "rooms", "saving", "homes", "held", "dead",
+    "letters",
 )  # fmt: skip
-_VERBS = ("enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "tick")
+_VERBS = (
+    "enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "attach", "logs_of", "mend", "tick",
+)  # fmt: skip
 _SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS)
 
 #: How long a body outlives everything that should have deleted it, ms.
 BODY_MS = 24 * 3600 * 1000
-#: Most that may wait for one model. Past it enqueue refuses.
-WAITING_MAX = 100_000
 #: How long a request may wait before it is overdue, ms: one claim in sixteen goes to whoever is overdue longest.
 DUE_MS = {Class.SYSTEM: 1_000, Class.INTERACTIVE: 5_000, Class.DEFAULT: 30_000, Class.BULK: 300_000}
 #: Most ids that one `watch` asks after.
 WATCH_MAX = 500
+#: A gateway that has not watched for this long is gone, ms.
+GATEWAY_LEASE_MS = 5_000
+#: How long after that what was open there may still be attached to, ms. Then it ends as `gateway_lost`.
+LOST_MS = 30_000
+#: How long a request waits for the worker that holds its prefix, while that has room, ms.
+STEAL_MS = 200
+#: How many of a tenant's next requests a claim looks through for one that prefers its worker.
+SCAN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What may wait for one model, and of one tenant. A request alone is never too many tokens."""
+
+    waiting: int = 100_000
+    tokens: int = 200_000_000
+    tenant_waiting: int = 20_000
+    tenant_tokens: int = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +100,45 @@ class Task:
     message: bytes
     cls: int = Class.DEFAULT
     tenant: str = "-"  #: whom fairness counts; never contains "|"
+    owner: str = ""  #: who may attach to its stream: a key
     gateway: str = ""  #: where its ending is told; empty: nowhere
-    rerunnable: bool = True  #: may run again after tokens were published
+    rerunnable: bool = True  #: may be claimed again after tokens were published: another attempt goes on, or compares
     input_tokens: int = 0
+    need_tokens: int = 0  #: KV cache it will probably come to: input and expected output
+    most_tokens: int = 0  #: and at most: input and max_tokens
+    preferred: tuple[str, ...] = ()  #: workers that hold its prefix, best first, at most three
     weight: float = 1.0  #: a tenant of weight 2 gets twice the tokens of one of weight 1
     patience_ms: int = 0  #: how long it may wait before it is ended unrun; 0: as long as it takes
     delay_ms: int = 0
     facts: bytes = b""  #: for the usage entry; empty: it makes none
     body: bytes = b""
+    view: bytes = b""  #: what a gateway needs to show the stream again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
     status: Literal["accepted", "known", "full"]
     place: int = 0  #: 1: next
+    alive: bool = True  #: some worker is there to run it
     state: str = ""  #: of the row, when known
+    whose: str = ""  #: when full: "model" or "tenant", and what waits there
+    waiting: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a worker can start now, beside its free slots. -1: unknown, no bound."""
+
+    kv_tokens: int = -1
+    context_tokens: int = -1
+    total_kv_tokens: int = -1
+    prefill_tokens: tuple[int, int, int, int] = (2**40,) * 4  #: per class: what may be added to the prefill backlog
+    idle: bool = True  #: nothing is being prefilled: the next request fits, however long
+    reserve: int = 0  #: slots that what cannot be preempted must leave free
+    below: int = 9  #: only classes below this: what a full worker would preempt for
+    steal_ms: int = STEAL_MS
+    scan: int = SCAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +147,66 @@ class Claim:
 
     id: str
     attempt: int
-    message: bytes
+    message: bytes = b""
+    gateway: str = ""  #: where its stream is open
+    trail: str = ""  #: the worker whose log holds what was delivered and is not saved
     cancelled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
     claims: tuple[Claim, ...]
-    due_ms: int  #: until a delayed task is due; -1: none
+    due_ms: int  #: until there may be more; -1: no telling
+    passed: bool = False  #: something waits that did not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beaten:
+    """What the queue says to a beat."""
+
+    urgent: int  #: the most urgent class in which something waits; 9: nothing does
+    claims: dict[str, Claim] | None  #: None: it agrees on the claims; else the claims as it has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """The end of one attempt, as its worker tells it."""
+
+    claim: Claim
+    outcome: Outcome
+    usage: Usage = Usage()
+    message: str = ""
+    dead: bool = False  #: to be kept as a dead letter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a worker is told of one of its claims."""
+
+    verb: str  #: "cancel", "home": its stream has moved to `gateway`
+    id: str
+    gateway: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """What the queue says of an open request."""
 
-    state: Literal["unknown", "waiting", "running", "ended"]
+    state: Literal["unknown", "waiting", "running", "ended", "elsewhere"]
     place: int = 0
     attempt: int = 0
     ending: Ending | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What a gateway's watch is told."""
+
+    waiting: int
+    waiting_tokens: int
+    started: int  #: requests ever claimed: its growth is the rate at which the queue moves
+    workers: int  #: alive
+    seen: list[Seen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +218,26 @@ class Depth:
     running: int
     oldest_wait_ms: int
     buried: bool  #: the dead worker named has no claim left
+    dead: int = 0  #: dead letters
+    workers: int = 0  #: alive
 
 
-def generation(request: Request) -> Task:
+@dataclass(frozen=True, kw_only=True)
+class Letter:
+    """A dead letter."""
+
+    id: str
+    reason: str
+    dead_ms: int
+    attempt: int
+    losses: int
+    cls: int
+    tenant: str
+    input_tokens: int
+    message: bytes
+
+
+def generation(request: Request, view: bytes = b"") -> Task:
     """The task of a request: the message names the actor and the id; the request itself is the task's body."""
     message: Message[None] = Message(
         queue_name=request.model,
@@ -134,57 +247,72 @@ def generation(request: Request) -> Task:
         options={},
         message_id=request.id,
     )
+    input_tokens = len(request.prompt_token_ids)
     return Task(
         id=request.id,
         message=message.encode(),
         cls=request.cls,
         tenant=request.caller.org_id,
+        owner=request.caller.key_id,
         gateway=request.gateway,
         rerunnable=request.rerunnable,
-        input_tokens=len(request.prompt_token_ids),
+        input_tokens=input_tokens,
+        need_tokens=input_tokens + (request.expected_tokens or request.sampling.max_tokens),
+        most_tokens=input_tokens + request.sampling.max_tokens,
+        preferred=request.preferred,
         patience_ms=request.patience_ms,
         facts=facts(request),
         body=msgspec.msgpack.encode(request),
+        view=view,
     )
 
 
 class Queue:
     """Builds the Calls of one model's queue."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, bounds: Bounds = Bounds()) -> None:
+        self.model, self.bounds = model, bounds
         self.prefix = tag(model)
         self.keys = tuple(self.prefix + name for name in _KEYS)
         self.wake_key = self.prefix + "wake"
+        self.urgent_channel = self.prefix + "urgent"
 
     def worker_channel(self, worker: str) -> str:
         return f"{self.prefix}worker:{worker}"
 
-    def enqueue(self, task: Task, *, attempt: int = 0, delivered_tokens: int = 0) -> Call[Accepted]:
-        """Put a task on the queue, once. `attempt` and `delivered_tokens`: when the store forgot a running request."""
-        args = (
-            task.id, task.message, int(task.cls), task.tenant, task.gateway, int(task.rerunnable), task.input_tokens,
-            task.patience_ms, task.delay_ms, task.facts, task.body, BODY_MS, WAITING_MAX, attempt, delivered_tokens,
-            task.weight, DUE_MS[Class(task.cls)],
-        )  # fmt: skip
-        return self._call("enqueue", *args, body_of=task.id, reply=_accepted)
+    def wake_key_of(self, worker: str) -> str:
+        return f"{self.prefix}wake:{worker}"
 
-    def claim(self, worker: str, want: int, *, lease_ms: int, nonce: str) -> Call[Claimed]:
-        """Take at most `want` tasks, and renew the worker's lease."""
-        return self._call("claim", worker, want, lease_ms, nonce, reply=_claimed)
+    def enqueue(self, task: Task, *, attempt: int = 0, shown: bool = False) -> Call[Accepted]:
+        """Put a task on the queue, once. `attempt` and `shown`: when the store forgot a request that had been running,
+        and whether something of it has reached its client."""
+        row = {
+            "class": int(task.cls), "tenant": task.tenant, "owner": task.owner, "gateway": task.gateway,
+            "rerunnable": task.rerunnable, "input": task.input_tokens, "need": task.need_tokens,
+            "most": task.most_tokens, "preferred": ",".join(task.preferred), "patience_ms": task.patience_ms,
+            "weight": task.weight, "delay_ms": task.delay_ms, "due_ms": DUE_MS[Class(task.cls)],
+            "home_ms": GATEWAY_LEASE_MS + LOST_MS, "attempt": attempt, "shown": shown,
+            "waiting_max": self.bounds.waiting, "tokens_max": self.bounds.tokens,
+            "tenant_waiting_max": self.bounds.tenant_waiting, "tenant_tokens_max": self.bounds.tenant_tokens,
+        }  # fmt: skip
+        args = (task.id, task.message, task.facts, task.body, task.view, BODY_MS, msgspec.msgpack.encode(row))
+        extra = [*self._own_keys(task.id), *map(self.wake_key_of, task.preferred)]
+        return self._call("enqueue", *args, extra=extra, reply=_accepted)
+
+    def claim(self, worker: str, want: int, *, lease_ms: int, nonce: str, room: Room = Room()) -> Call[Claimed]:
+        """Take at most `want` tasks that fit the room, and renew the worker's lease."""
+        packed = _packed_room(room)
+        return self._call("claim", worker, want, lease_ms, nonce, packed, reply=_claimed)
 
     def beat(
         self, worker: str, claims: Iterable[Claim], *, lease_ms: int, served: Sequence[tuple[Claim, int]] = ()
-    ) -> Call[dict[str, Claim] | None]:
-        """Renew the lease, and charge tenants for output so far: (claim, tokens).
-
-        None: the queue agrees on the claims; else the claims as the queue has them.
-        """
+    ) -> Call[Beaten]:
+        """Renew the lease, compare the claims, and charge tenants for output so far: (claim, tokens)."""
         triples = (word for claim, tokens in served for word in (claim.id, claim.attempt, tokens))
-        return self._call("beat", worker, lease_ms, checksum(claims), *triples, reply=_claims_differ)
+        return self._call("beat", worker, lease_ms, checksum(claims), *triples, reply=_beaten)
 
     def part(self, worker: str) -> Call[Any]:
-        """The worker is leaving, with nothing in hand: its lease is forgotten."""
+        """The worker is leaving: its lease is forgotten, and what it may still have goes back."""
         return self._call("beat", worker, 0, "", reply=lambda raw: None)
 
     def deliver(self, worker: str, claims: Sequence[Claim]) -> Call[list[bool]]:
@@ -192,40 +320,97 @@ class Queue:
         pairs = (word for claim in claims for word in (claim.id, claim.attempt))
         return self._call("deliver", worker, *pairs, reply=lambda raw: [bool(ours) for ours in raw])
 
-    def finish(self, worker: str, claim: Claim, outcome: Outcome, usage: Usage, message: str = "") -> Call[bool]:
+    def finish(
+        self, worker: str, claim: Claim, outcome: Outcome, usage: Usage, message: str = "", *, dead: bool = False
+    ) -> Call[bool]:
         """End a request. False: fenced, somebody else has it. True also for a repeat."""
-        counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens)
-        args = (worker, claim.id, claim.attempt, outcome.value, *counts, message)
-        return self._call("finish", *args, body_of=claim.id, reply=bool)
+        close = Close(claim=claim, outcome=outcome, usage=usage, message=message, dead=dead)
+        return replace(self.finish_all(worker, [close]), reply=lambda raw: bool(raw[0]))
 
-    def hand_back(self, worker: str, claims: Sequence[Claim]) -> Call[int]:
-        """Return what this worker will not finish."""
+    def finish_all(self, worker: str, closes: Sequence[Close]) -> Call[list[bool]]:
+        """End requests in one exchange, each by itself; as `finish`."""
+        words: list[Any] = []
+        extra: list[str] = []
+        for close in closes:
+            claim, used = close.claim, close.usage
+            words += (
+                claim.id, claim.attempt, close.outcome.value, used.input_tokens, used.cached_tokens,
+                used.output_tokens, used.reasoning_tokens, close.message, int(close.dead),
+            )  # fmt: skip
+            extra += self._own_keys(claim.id)
+        return self._call("finish", worker, *words, extra=extra, reply=lambda raw: [bool(ended) for ended in raw])
+
+    def hand_back(
+        self, worker: str, claims: Sequence[Claim], reason: str = "its worker gave it back", *, died: bool = False
+    ) -> Call[int]:
+        """Return what this worker will not finish. `died`: its engine did, perhaps of one of them."""
         pairs = (word for claim in claims for word in (claim.id, claim.attempt))
-        return self._call("hand_back", worker, *pairs, reply=int)
+        return self._call("hand_back", worker, reason, int(died), *pairs, reply=int)
 
     def cancel(self, request_id: str) -> Call[str]:
         """The caller wants it no more: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told)."""
-        return self._call("cancel", request_id, body_of=request_id, reply=_text)
+        return self._call("cancel", request_id, extra=self._own_keys(request_id), reply=_text)
 
-    def watch(self, gateway: str, ids: Sequence[str], *, lease_ms: int) -> Call[list[Seen]]:
-        """A gateway asks after its open requests, at most WATCH_MAX of them."""
+    def watch(self, gateway: str, ids: Sequence[str], *, home_ms: int = GATEWAY_LEASE_MS + LOST_MS) -> Call[Watched]:
+        """A gateway is alive, and asks after its open requests, at most WATCH_MAX of them."""
         assert len(ids) <= WATCH_MAX, "ask in pieces"
-        return self._call("watch", gateway, lease_ms, *ids, reply=lambda raw: [_seen(one) for one in raw])
+        return self._call("watch", gateway, home_ms, *ids, reply=_watched)
+
+    def attach(
+        self, request_id: str, owner: str, gateway: str, *, home_ms: int = GATEWAY_LEASE_MS + LOST_MS
+    ) -> Call[Seen]:
+        """Move a stream to this gateway. "unknown" also when it is not this owner's."""
+        return self._call("attach", request_id, owner, gateway, home_ms, reply=_seen)
+
+    def logs_of(self, request_id: str) -> Call[list[str]]:
+        """The workers whose logs hold what was delivered of a request and is not saved, in order."""
+        return self._call("logs_of", request_id, reply=lambda raw: [_text(worker) for worker in raw])
 
     def tick(self, dead_worker: str = "") -> Call[Depth]:
         """Run the timers and look; bury a worker that its host saw die."""
         return self._call("tick", dead_worker, reply=_depth)
 
+    # --- dead letters
+
+    def dead_letters(self, start: int, count: int) -> Call[tuple[int, list[Letter]]]:
+        """How many there are, and `count` of them from `start` on, newest first."""
+        return self._call("mend", "list", start, count, extra=[self._body_key("")], reply=_letters)
+
+    def dead_letter(self, request_id: str) -> Call[Letter | None]:
+        extra = [self._body_key(request_id)]
+        return self._call("mend", "show", request_id, extra=extra, reply=lambda raw: _letter(raw) if raw else None)
+
+    def retry_dead(self, request_id: str) -> Call[str]:
+        """Let it wait again: "retried", "unknown", or "gone", when its body is."""
+        return self._call("mend", "retry", request_id, extra=[self._body_key(request_id)], reply=_text)
+
+    def purge_dead(self, request_id: str) -> Call[bool]:
+        return self._call("mend", "purge", request_id, extra=[self._body_key(request_id)], reply=bool)
+
+    # --- what lies beside the scripts
+
     def body(self, request_id: str) -> Call[bytes | None]:
         """The body of a request; None when it has ended."""
         return command("GET", self._body_key(request_id), reply=_bytes_or_none)
 
+    def view(self, request_id: str) -> Call[bytes | None]:
+        """What was put down to show the stream again; None when it is forgotten."""
+        return command("GET", f"{self.prefix}view:{request_id}", reply=_bytes_or_none)
+
     def _body_key(self, request_id: str) -> str:
         return f"{self.prefix}body:{request_id}"
 
-    def _call(self, verb: str, *args: Any, reply: Any, body_of: str | None = None) -> Call[Any]:
-        keys = self.keys if body_of is None else (*self.keys, self._body_key(body_of))
-        return Call(script=_SCRIPTS[verb], keys=keys, args=(self.prefix, *args), reply=reply)
+    def _own_keys(self, request_id: str) -> list[str]:
+        return [self._body_key(request_id), f"{self.prefix}view:{request_id}"]
+
+    def _call(self, verb: str, *args: Any, reply: Any, extra: Sequence[str] = ()) -> Call[Any]:
+        return Call(script=_SCRIPTS[verb], keys=(*self.keys, *extra), args=(self.prefix, *args), reply=reply)
+
+
+def order(raw: bytes) -> Order:
+    """Read a message of a worker's channel."""
+    verb, request_id, *more = raw.decode().split("|")
+    return Order(verb=verb, id=request_id, gateway=more[0] if more else "")
 
 
 def checksum(claims: Iterable[Claim]) -> str:
@@ -234,8 +419,19 @@ def checksum(claims: Iterable[Claim]) -> str:
 
 
 def _hash(claim: Claim) -> int:
-    mark = f"{claim.id}#{claim.attempt}" + ("#c" if claim.cancelled else "")
+    mark = f"{claim.id}#{claim.attempt}" + ("#c" if claim.cancelled else "") + "@" + claim.gateway
     return int(hashlib.sha1(mark.encode(), usedforsecurity=False).hexdigest()[:12], 16)
+
+
+@lru_cache(maxsize=64)
+def _packed_room(room: Room) -> bytes:
+    return msgspec.msgpack.encode(
+        {
+            "kv": room.kv_tokens, "context": room.context_tokens, "total_kv": room.total_kv_tokens,
+            "prefill": list(room.prefill_tokens), "idle": room.idle, "reserve": room.reserve, "below": room.below,
+            "steal_ms": room.steal_ms, "scan": room.scan,
+        }
+    )  # fmt: skip
 
 
 def _text(raw: Any) -> str:
@@ -249,40 +445,70 @@ def _bytes_or_none(raw: Any) -> bytes | None:
 def _accepted(raw: list[Any]) -> Accepted:
     status = _text(raw[0])
     if status == "accepted":
-        return Accepted(status="accepted", place=int(raw[1]))
+        return Accepted(status="accepted", place=int(raw[1]), alive=bool(raw[2]))
     if status == "known":
         return Accepted(status="known", state=_text(raw[1]))
-    return Accepted(status="full", place=int(raw[1]))
+    return Accepted(status="full", whose=_text(raw[1]), waiting=int(raw[2]), waiting_tokens=int(raw[3]))
 
 
 def _claimed(raw: list[Any]) -> Claimed:
-    flat, due_ms = raw
-    triples = zip(flat[0::3], flat[1::3], flat[2::3], strict=True)
-    claims = tuple(Claim(id=_text(i), attempt=int(attempt), message=message) for i, attempt, message in triples)
-    return Claimed(claims=claims, due_ms=int(due_ms))
+    flat, due_ms, passed = raw
+    fives = zip(flat[0::5], flat[1::5], flat[2::5], flat[3::5], flat[4::5], strict=True)
+    claims = tuple(
+        Claim(id=_text(i), attempt=int(attempt), gateway=_text(gateway), trail=_text(trail), message=message)
+        for i, attempt, gateway, trail, message in fives
+    )
+    return Claimed(claims=claims, due_ms=int(due_ms), passed=bool(passed))
 
 
-def _claims_differ(raw: list[Any]) -> dict[str, Claim] | None:
-    if raw[0] == 1:
-        return None
-    triples = zip(raw[1::3], raw[2::3], raw[3::3], strict=True)
-    claims = (Claim(id=_text(i), attempt=int(a), message=b"", cancelled=bool(c)) for i, a, c in triples)
-    return {claim.id: claim for claim in claims}
+def _beaten(raw: list[Any]) -> Beaten:
+    agreed, urgent, *flat = raw
+    if agreed == 1:
+        return Beaten(urgent=int(urgent), claims=None)
+    fours = zip(flat[0::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    claims = (
+        Claim(id=_text(i), attempt=int(attempt), cancelled=bool(cancelled), gateway=_text(gateway))
+        for i, attempt, cancelled, gateway in fours
+    )
+    return Beaten(urgent=int(urgent), claims={claim.id: claim for claim in claims})
+
+
+def _watched(raw: list[Any]) -> Watched:
+    waiting, tokens, started, workers = (int(one) for one in raw[0])
+    seen = [_seen(one) for one in raw[1:]]
+    return Watched(waiting=waiting, waiting_tokens=tokens, started=started, workers=workers, seen=seen)
 
 
 def _seen(raw: Any) -> Seen:
+    """What `watch` and `attach` say: {state, attempt or place, place}."""
     if not isinstance(raw, list):
         return Seen(state="unknown")
     state = _text(raw[0])
     if state == "ended":
         return Seen(state="ended", ending=msgspec.msgpack.decode(raw[1], type=Ending))
+    if state == "elsewhere":
+        return Seen(state="elsewhere")
     if state == "running":
         return Seen(state="running", attempt=int(raw[1]))
-    return Seen(state="waiting", place=int(raw[1]))
+    return Seen(state="waiting", place=int(raw[-1]))
 
 
 def _depth(raw: list[Any]) -> Depth:
-    c0, c1, c2, c3, tokens, running, oldest_ms, left = (int(one) for one in raw)
+    c0, c1, c2, c3, tokens, running, oldest_ms, left, dead, workers = (int(one) for one in raw)
     return Depth(
-        waiting=(c0, c1, c2, c3), waiting_tokens=tokens, running=running, oldest_wait_ms=oldest_ms, buried=left == 0
-    )
+        waiting=(c0, c1, c2, c3), waiting_tokens=tokens, running=running, oldest_wait_ms=oldest_ms, buried=left == 0,
+        dead=dead, workers=workers,
+    )  # fmt: skip
+
+
+def _letters(raw: list[Any]) -> tuple[int, list[Letter]]:
+    total, letters = raw
+    return int(total), [_letter(one) for one in letters]
+
+
+def _letter(raw: list[Any]) -> Letter:
+    request_id, reason, dead_ms, attempt, losses, cls, tenant, input_tokens, message = raw
+    return Letter(
+        id=_text(request_id), reason=_text(reason), dead_ms=int(dead_ms), attempt=int(attempt), losses=int(losses),
+        cls=int(cls), tenant=_text(tenant), input_tokens=int(input_tokens), message=message,
+    )  # fmt: skip

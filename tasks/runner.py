@@ -23,15 +23,17 @@ from dramatiq.errors import ActorNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import AsyncIO, ShutdownNotifications, SkipMessage, TimeLimit
 
-from core.redis import AWAY, AsyncStore, Call, RedisError, command
+from core.redis import AWAY, AsyncStore, RedisError, command
 from core.telemetry import logs, metrics
 from core.values import Outcome, Usage
-from tasks.queue import Claim, Queue
+from tasks.queue import Claim, Close, Order, Queue, Room, order
 
 log = logs.get(__name__)
 
 #: Longest an idle worker sleeps without asking the queue; a lost wake-up costs at most this, seconds.
 IDLE_S = 2.0
+#: Longest a worker waits before it asks again for what did not fit, seconds.
+PASSED_S = 0.25
 #: Pause after the store was away, seconds.
 PAUSE_S = 0.1
 #: Output that a tenant is charged for before its request ends: often enough to be fair, too seldom to cost a beat much.
@@ -62,6 +64,7 @@ class Finished:
     outcome: Outcome
     usage: Usage = Usage()
     message: str = ""
+    dead: bool = False  #: nobody could run it: it is kept as a dead letter
 
 
 class Runner:
@@ -78,22 +81,25 @@ class Runner:
         lease_ms: int,
         beat_ms: int,
         room: Callable[[], int],
+        headroom: Callable[[], Room] = Room,
     ) -> None:
-        """`blocking` is a client for the waits: its time-out must be longer than IDLE_S."""
+        """`room`: free slots; `headroom`: what else the engine can take. `blocking` is a client for the waits: its
+        time-out must be longer than IDLE_S."""
         unfit = [
             type(m).__name__ for m in broker.middleware if isinstance(m, TimeLimit | ShutdownNotifications | AsyncIO)
         ]
         if unfit:
             raise ValueError(f"{', '.join(unfit)} work on threads; the runner has its own time limit and cancellation")
         self.broker, self.store, self.blocking, self.queue = broker, store, blocking, queue
-        self.worker, self.lease_ms, self.beat_ms, self.room = worker, lease_ms, beat_ms, room
+        self.worker, self.lease_ms, self.beat_ms = worker, lease_ms, beat_ms
+        self.room, self.headroom = room, headroom
         self.held: dict[str, Held] = {}
         self.draining = asyncio.Event()
         self._changed = asyncio.Event()  #: room may have appeared, or the last claim is gone
         self._vouched = asyncio.Condition()  #: a beat has succeeded
         self._vouched_s = float("-inf")
         self._strays: set[str] = set()
-        self._ending: list[tuple[Call[bool], asyncio.Future[bool]]] = []  #: endings on their way to the store
+        self._ending: list[tuple[Close, asyncio.Future[bool]]] = []  #: endings on their way to the store
         self._ended = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
 
@@ -146,20 +152,25 @@ class Runner:
                 continue
             nonce = nonce or secrets.token_hex(8)
             try:
-                claimed = await self.store.run(self.queue.claim(self.worker, want, lease_ms=self.lease_ms, nonce=nonce))
+                claimed = await self.store.run(
+                    self.queue.claim(self.worker, want, lease_ms=self.lease_ms, nonce=nonce, room=self.headroom())
+                )
             except AWAY:
                 await asyncio.sleep(PAUSE_S)  # the same nonce again: a lost reply is told once more
                 continue
             nonce = ""
             for claim in claimed.claims:
                 self._start(claim)
-            if not claimed.claims:
+            if claimed.passed:  # it fits when something that runs has ended, which no marker says
+                await self._change(PASSED_S)
+            elif not claimed.claims:
                 await self._sleep(claimed.due_ms)
 
     async def _sleep(self, due_ms: int) -> None:
         """Until there may be work. The marker carries nothing; losing it costs IDLE_S."""
         wait_s = IDLE_S if due_ms < 0 else min(max(due_ms / 1000, 0.001), IDLE_S)
-        await self.blocking.run(command("BZPOPMIN", self.queue.wake_key, wait_s, reply=bool))
+        keys = (self.queue.wake_key_of(self.worker), self.queue.wake_key)
+        await self.blocking.run(command("BZPOPMIN", *keys, wait_s, reply=bool))
 
     def _start(self, claim: Claim) -> None:
         if claim.id in self.held:  # told again after a lost reply that was not lost
@@ -190,7 +201,7 @@ class Runner:
             actor = self.broker.get_actor(message.actor_name)
         except (dramatiq.DramatiqError, ActorNotFound, KeyError, TypeError, ValueError) as e:
             log.error("task_unreadable", error=repr(e))
-            return Finished(outcome=Outcome.FAILED, message="its task cannot be read")
+            return Finished(outcome=Outcome.FAILED, message="its task cannot be read", dead=True)
         try:
             return await self._process(message, actor)
         except asyncio.CancelledError:
@@ -221,9 +232,15 @@ class Runner:
 
     async def _finish(self, held: Held, finished: Finished) -> None:
         """Say that it ended, until the store has heard it or somebody else has the claim."""
-        call = self.queue.finish(self.worker, held.claim, finished.outcome, finished.usage, finished.message)
+        close = Close(
+            claim=held.claim,
+            outcome=finished.outcome,
+            usage=finished.usage,
+            message=finished.message,
+            dead=finished.dead,
+        )
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._ending.append((call, told))
+        self._ending.append((close, told))
         self._ended.set()
         try:
             ours = await told
@@ -242,9 +259,10 @@ class Runner:
                 batch, self._ending = self._ending[:FINISH_MAX], self._ending[FINISH_MAX:]
                 await self._tell(batch)
 
-    async def _tell(self, batch: list[tuple[Call[bool], asyncio.Future[bool]]]) -> None:
+    async def _tell(self, batch: list[tuple[Close, asyncio.Future[bool]]]) -> None:
+        call = self.queue.finish_all(self.worker, [close for close, _ in batch])
         try:
-            replies = await self.insist(lambda: self.store.run_all([call for call, _ in batch]))
+            replies = await self.insist(lambda: self.store.run(call))
         except RedisError as e:  # one that is refused must not keep the others from ending
             log.error("finish_refused", error=repr(e), endings=len(batch))
             if len(batch) > 1:
@@ -276,14 +294,15 @@ class Runner:
         if held.task is not None and held.begun:
             held.task.cancel()
 
-    async def _hand_back(self, held: list[Held]) -> None:
+    async def _hand_back(self, held: list[Held], reason: str = "its worker was shut down") -> None:
         back = [one for one in held if not one.finishing and not one.let_go]
         for one in back:
             self.let_go(one.claim.id, "handed back")
         tasks = [one.task for one in held if one.task]
         if back:
             log.info("handed_back", requests=len(back))
-            await self.insist(lambda: self.store.run(self.queue.hand_back(self.worker, [one.claim for one in back])))
+            call = self.queue.hand_back(self.worker, [one.claim for one in back], reason)
+            await self.insist(lambda: self.store.run(call))
         if tasks:
             await asyncio.wait(tasks, timeout=self.lease_ms / 1000)
 
@@ -302,11 +321,11 @@ class Runner:
         served = [held for held in self.held.values() if held.usage.output_tokens - held.served_tokens >= SERVED_TOKENS]
         so_far = [(held.claim, held.usage.output_tokens) for held in served]
         call = self.queue.beat(self.worker, claims, lease_ms=self.lease_ms, served=so_far)
-        theirs = await self.store.run(call)
+        beaten = await self.store.run(call)
         for held, (_, tokens) in zip(served, so_far, strict=True):
             held.served_tokens = tokens
-        if theirs is not None:
-            await self._mend(before, theirs)
+        if beaten.claims is not None:
+            await self._mend(before, beaten.claims)
         async with self._vouched:
             self._vouched_s = asked_s
             self._vouched.notify_all()
@@ -315,7 +334,9 @@ class Runner:
         for id_, attempt in before.items():
             if id_ not in theirs or theirs[id_].attempt != attempt:
                 self.let_go(id_, "fenced")
-            elif theirs[id_].cancelled:
+                continue
+            self._move(id_, theirs[id_].gateway)
+            if theirs[id_].cancelled:
                 self.let_go(id_, "cancelled")
         # A claim that we do not know of twice in a row is nobody's: a claim in flight is known by the next beat.
         strays = {id_ for id_ in theirs if id_ not in before and id_ not in self.held}
@@ -323,7 +344,7 @@ class Runner:
         self._strays = strays
         if lost:
             log.error("stray_claims", requests=len(lost))
-            await self.store.run(self.queue.hand_back(self.worker, lost))
+            await self.store.run(self.queue.hand_back(self.worker, lost, "its worker had no room for it"))
 
     async def vouched(self) -> None:
         """Return when this worker's lease is surely its own: whatever it publishes then is not a dead attempt's."""
@@ -333,16 +354,28 @@ class Runner:
     # --- control
 
     async def _control(self) -> None:
-        """Cancels, as they come. One that is missed is learned from the next beat."""
+        """Orders, as they come. One that is missed is learned from the next beat."""
         pubsub = self.blocking.client.pubsub(ignore_subscribe_messages=True)
         try:
             await pubsub.subscribe(self.queue.worker_channel(self.worker))
             while True:
                 message = await pubsub.get_message(timeout=IDLE_S)
                 if message is not None:
-                    self.let_go(message["data"].decode(), "cancelled")
+                    self._obey(order(message["data"]))
         finally:
             await pubsub.aclose()
+
+    def _obey(self, said: Order) -> None:
+        if said.verb == "cancel":
+            self.let_go(said.id, "cancelled")
+        elif said.verb == "home":
+            self._move(said.id, said.gateway)
+
+    def _move(self, request_id: str, gateway: str) -> None:
+        """Its stream is open at another gateway now."""
+        held = self.held.get(request_id)
+        if held is not None and held.claim.gateway != gateway:
+            held.claim = replace(held.claim, gateway=gateway)
 
     # --- supervision
 

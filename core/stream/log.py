@@ -1,26 +1,43 @@
-"""The channels of the token stream, and the worker's end of them.
+"""The token stream between workers and gateways: channels, each worker's step log, and what was saved of each output.
 
-| name                    | type    | writer               | reader                    | holds                      |
-|-------------------------|---------|----------------------|---------------------------|----------------------------|
-| f1:{model}:gateway:<id> | channel | workers; endings.lua | that gateway's subscriber | Frame (core/stream/frames) |
+| key                     | type    | ttl            | writer                     | reader             | holds              |
+|-------------------------|---------|----------------|----------------------------|--------------------|--------------------|
+| f1:{model}:gateway:<id> | channel | -              | workers, the queue's lua   | that gateway       | Frame              |
+| f1:{model}:log:<worker> | STREAM  | LOG_MS         | that worker, every step    | the next worker of | a Frame for each   |
+|                         |         |                |                            | a request; web     | gateway: 0, 1, …   |
+| f1:{model}:output:<id>  | LIST    | RUNNING_MS;    | the worker that has it:    | the same           | Delta, many steps  |
+|                         |         | OUTPUT_MS from | every few beats, on taking |                    | in one             |
+|                         |         | the end on     | over, at the end           |                    |                    |
 
-Promise   a gateway gets a request's deltas in order of their offsets, and its ending after them. Pub/sub keeps
-          nothing, so a worker keeps each frame until somebody has received it, within BUFFER_BYTES and `buffer_s`;
-          an ending that was lost is found by `watch` (tasks/queue.py).
-Dies      gateway: its frames are given up after `buffer_s`, and so are its requests. Worker: what it had published
-          counts as delivered. Store: frames wait in the worker until it is back and the gateway listens again.
+Promise   a delta is in its worker's log before it is published, so whoever reads saved output and logs has at least
+          what any gateway relayed. Saved output and the log are merged by (attempt, offset): a repeat changes nothing,
+          and an older attempt's late write is not taken. A save lets the log be cut, so it stays a few beats long.
+Dies      gateway: its requests' deltas are logged all the same; another attaches and reads. Worker: the next one reads
+          what it left. Store: steps wait in the worker, in order, within its buffer (workers/generate.py); what the
+          store itself lost, a gateway that relayed it puts back.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from core.redis import Call, command, tag
-from core.stream.frames import Delta, Frame, encode
+from core.stream.frames import Delta, Frame, decode
 
-#: Frames that one worker keeps for one gateway that does not listen.
-BUFFER_BYTES = 16 * 2**20
+#: How long a log outlives its worker's last save, ms.
+LOG_MS = 15 * 60 * 1000
+#: How long saved output outlives its last save while the request runs or waits, ms.
+RUNNING_MS = 24 * 3600 * 1000
+#: How long it outlives the request's end, ms: so long can its stream be shown again.
+OUTPUT_MS = 15 * 60 * 1000
+
+_delta_encoder = msgspec.msgpack.Encoder()
+_delta_decoder = msgspec.msgpack.Decoder(Delta)
 
 
 def gateway_channel(model: str, gateway: str) -> str:
@@ -32,38 +49,108 @@ def publish(model: str, gateway: str, frame: bytes) -> Call[bool]:
     return command("PUBLISH", gateway_channel(model, gateway), frame, reply=bool)
 
 
+# --- the step log
+
+
+def log_step(model: str, worker: str, frames: Sequence[bytes]) -> Call[bytes]:
+    """Put a step's frames into the worker's log; the entry's id. Sent before the frames are published."""
+    words = (word for n, frame in enumerate(frames) for word in (n, frame))
+    return command("XADD", _log(model, worker), "*", *words, reply=bytes)
+
+
+def cut_log(model: str, worker: str, entry: bytes) -> list[Call[Any]]:
+    """Everything before this entry is saved. The log lives LOG_MS longer."""
+    key = _log(model, worker)
+    trim = command("XTRIM", key, "MINID", entry, reply=int)
+    return [trim, command("PEXPIRE", key, LOG_MS, reply=int)]
+
+
+def logged(model: str, worker: str) -> Call[list[Frame]]:
+    """The frames in a worker's log, in order."""
+    return command("XRANGE", _log(model, worker), "-", "+", reply=_frames)
+
+
+def _log(model: str, worker: str) -> str:
+    return f"{tag(model)}log:{worker}"
+
+
+def _frames(raw: Any) -> list[Frame]:
+    return [decode(frame) for _, fields in raw or [] for frame in fields.values()]
+
+
+# --- saved output
+
+
+def save(model: str, delta: Delta, *, ended: bool = False) -> list[Call[Any]]:
+    """Add to what is saved of a request's output."""
+    key = _output(model, delta.id)
+    push = command("RPUSH", key, _delta_encoder.encode(delta), reply=int)
+    return [push, command("PEXPIRE", key, OUTPUT_MS if ended else RUNNING_MS, reply=int)]
+
+
+def saved(model: str, request_id: str) -> Call[list[Delta]]:
+    """What is saved of a request's output, in order; empty when it is forgotten, too."""
+    return command(
+        "LRANGE", _output(model, request_id), 0, -1, reply=lambda raw: [_delta_decoder.decode(o) for o in raw]
+    )
+
+
+def _output(model: str, request_id: str) -> str:
+    return f"{tag(model)}output:{request_id}"
+
+
+# --- what they come to
+
+
 @dataclass
-class Outlet:
-    """What is on its way to one gateway, in order."""
+class Output:
+    """What was delivered of one request, put together from saved output and logs, in that order."""
 
-    deltas: list[Delta] = field(default_factory=list)  #: of the step that is not over yet
-    frames: deque[tuple[float, bytes]] = field(default_factory=deque)  #: (sealed at, frame) not yet received
-    size_bytes: int = 0
-    requests: set[str] = field(default_factory=set)  #: whose deltas go through here
-    sealed: int = 0  #: frames ever sealed
-    sent: int = 0  #: frames ever received
-
-    def seal(self, worker: str, now_s: float) -> None:
-        """The step is over: its deltas become one frame."""
-        if not self.deltas:
-            return
-        frame = encode(Frame(worker=worker, deltas=tuple(self.deltas)))
-        self.deltas.clear()
-        self.frames.append((now_s, frame))
-        self.size_bytes += len(frame)
-        self.sealed += 1
-
-    def received(self) -> None:
-        """The oldest frame has arrived."""
-        _, frame = self.frames.popleft()
-        self.size_bytes -= len(frame)
-        self.sent += 1
+    request_id: str
+    attempt: int = 0
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    deltas: list[Delta] = field(default_factory=list)  #: that make it up, in order, without a gap or a repeat
+    chars: int = 0
 
     @property
-    def is_done(self) -> bool:
-        """Nothing is in it, and nobody is behind it."""
-        return not self.requests and not self.frames and not self.deltas
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
 
-    def overdue(self, now_s: float, buffer_s: float) -> bool:
-        """Nobody has received the oldest frame for too long, or too much waits."""
-        return bool(self.frames) and (now_s - self.frames[0][0] > buffer_s or self.size_bytes > BUFFER_BYTES)
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Take what continues the output; what is known or belongs to an older attempt is passed over."""
+        for delta in deltas:
+            if delta.id != self.request_id or delta.attempt < self.attempt:
+                continue
+            if delta.attempt > self.attempt:
+                self._cut_back(delta)
+            if (delta.offset, delta.at) == (len(self.tokens), self.chars):
+                self.tokens.extend(delta.tokens)
+                self.chars += len(delta.text)
+                self.deltas.append(delta)
+
+    def add_frames(self, frames: Iterable[Frame]) -> None:
+        """Take what a log has."""
+        for frame in frames:
+            self.add(frame.deltas)
+
+    def _cut_back(self, delta: Delta) -> None:
+        """A newer attempt begins here: what an older one had beyond is not the output."""
+        self.attempt = delta.attempt
+        while self.deltas and (self.deltas[-1].offset, self.deltas[-1].at) >= (delta.offset, delta.at):
+            self._drop(self.deltas.pop())
+        if self.deltas and len(self.tokens) > delta.offset:
+            self._shorten(delta)
+
+    def _drop(self, delta: Delta) -> None:
+        del self.tokens[delta.offset :]
+        self.chars = delta.at
+
+    def _shorten(self, delta: Delta) -> None:
+        last = self.deltas.pop()
+        kept = msgspec.structs.replace(
+            last, tokens=last.tokens[: delta.offset - last.offset], text=last.text[: delta.at - last.at]
+        )
+        self._drop(last)
+        self.tokens.extend(kept.tokens)
+        self.chars += len(kept.text)
+        self.deltas.append(kept)

@@ -1,12 +1,13 @@
 -- beat: a worker is alive. Its lease is renewed, its claims are compared by their sum, its long requests are charged.
 -- ARGV   2 worker  3 lease ms  4 sum of the claims it knows of ('' : it is leaving, forget its lease)
 --        5.. triples id, attempt, output tokens so far: of requests that have made many since they were last charged
--- reply  {1}: the sums agree | {0, id, attempt, cancelled, …}: its claims as they are
+-- reply  {1, urgent}: the sums agree | {0, urgent, id, attempt, cancelled, gateway, …}: its claims as they are
+--        urgent: the most urgent class in which something waits; 9: nothing does
 -- Repeat: safe. Cost O(triples log n), and O(claims) on 0.
 local worker, lease_ms = ARGV[2], tonumber(ARGV[3])
 if ARGV[4] == '' then
-  bury(worker, 1024)
-  return { 1 }
+  bury(worker, 1024, false)
+  return { 1, 9 }
 end
 call('HSET', COUNTERS, 'lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
@@ -16,14 +17,19 @@ for i = 5, #ARGV, 3 do
   if row and row.state == 'running' and row.worker == worker and row.attempt == tonumber(ARGV[i + 1]) then
     local tokens = tonumber(ARGV[i + 2])
     serve(row.tenant, OUTPUT_COST * (tokens - row.served) / row.weight)
-    row.served = tokens
+    row.served = math.max(tokens, row.served)
     keep(ARGV[i], row)
   end
 end
-if (call('HGET', SUMS, worker) or '0') == ARGV[4] then return { 1 } end
-local reply = { 0 }
+local first = call('ZRANGE', TENANTS, 0, 0)[1]
+local urgent = first and tonumber(string.match(first, '^%d')) or 9
+if (call('HGET', SUMS, worker) or '0') == ARGV[4] then return { 1, urgent } end
+local reply = { 0, urgent }
 for _, id in ipairs(claims_of(worker, 4096)) do
   local row = row_of(id)
-  reply[#reply + 1] = id; reply[#reply + 1] = row.attempt; reply[#reply + 1] = row.cancelled and 1 or 0
+  reply[#reply + 1] = id
+  reply[#reply + 1] = row.attempt
+  reply[#reply + 1] = row.cancelled ~= '' and 1 or 0
+  reply[#reply + 1] = row.gateway
 end
 return reply

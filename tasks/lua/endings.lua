@@ -1,4 +1,4 @@
--- endings: the one way out. Completion, cancel, expiry and lost workers all end in `conclude`.
+-- endings: the one way out. Completion, cancel, expiry, lost workers and lost gateways all end in `conclude`.
 
 local function release(id, row) -- the claim that the row's worker has on it
   call('ZREM', CLAIMS, row.worker .. '|' .. id)
@@ -18,55 +18,107 @@ local function conclude(id, row, outcome, usage, message)
   withdraw(id, row)
   call('HDEL', TASKS, id)
   call('ZADD', FORGET, now + FORGET_MS, id)
-  count('ended', 1)
   if row.facts ~= '' then
     call('XADD', USAGE, '*', 'id', id, 'attempt', row.attempt, 'outcome', outcome, 'worker', row.worker,
       'input', usage.input_tokens, 'cached', usage.cached_tokens,
       'output', usage.output_tokens, 'reasoning', usage.reasoning_tokens, 'facts', row.facts)
   end
   local ending = { id = id, attempt = row.attempt, outcome = outcome, usage = usage, message = message, ended_ms = now }
-  keep(id, { state = 'ended', attempt = row.attempt, worker = row.worker, ending = ending })
+  keep(id, { state = 'ended', attempt = row.attempt, worker = row.worker, owner = row.owner, ending = ending })
   if row.gateway ~= '' then
+    call('ZREM', HOMES, row.gateway .. '|' .. id)
     call('PUBLISH', PREFIX .. 'gateway:' .. row.gateway, cmsgpack.pack({ v = 1, endings = { ending } }))
   end
 end
 
--- The worker no longer has it: run it again if that cannot show, else end it with the reason.
+local function bury_letter(id)
+  call('ZREM', DEAD, id)
+  call('HDEL', LETTERS, id)
+end
+
+-- Given up, and kept for a person to look at: the row as it was, its message, why.
+local function dead_letter(id, row, message)
+  local letter = { row = row, message = call('HGET', TASKS, id) or '', reason = message, dead_ms = now }
+  call('HSET', LETTERS, id, cmsgpack.pack(letter))
+  call('ZADD', DEAD, now, id)
+  if call('ZCARD', DEAD) > DEAD_MAX then bury_letter(call('ZRANGE', DEAD, 0, 0)[1]) end
+end
+
+-- The worker no longer has it: another goes on with it if that cannot show, else it ends with the reason.
 local function back(id, row, message)
-  if row.cancelled then return conclude(id, row, 'cancelled', NOTHING, message) end
-  if row.first_ms > 0 and not row.rerunnable then return conclude(id, row, 'worker_lost', NOTHING, message) end
-  if row.losses >= LOSSES_MAX then return conclude(id, row, 'failed', NOTHING, 'it ended its worker ' .. LOSSES_MAX .. ' times') end
+  if row.cancelled ~= '' then return conclude(id, row, row.cancelled, NOTHING, message) end
+  if row.shown and not row.rerunnable then return conclude(id, row, 'worker_lost', NOTHING, message) end
+  if row.losses >= LOSSES_MAX then
+    local reason = 'it ended its worker ' .. LOSSES_MAX .. ' times'
+    dead_letter(id, row, reason)
+    return conclude(id, row, 'failed', NOTHING, reason)
+  end
   release(id, row)
-  row.worker = ''
-  row.first_ms = 0
-  row.served = 0
+  -- Whose log holds what was delivered and is not saved yet. Who delivers has saved all before it (deliver.lua).
+  if row.first_ms > 0 then row.trail = row.worker end
+  row.worker, row.first_ms, row.passed_ms = '', 0, 0
   join(id, row)
   keep(id, row)
+  wake()
 end
 
 local function claims_of(worker, limit)
   local first = '[' .. worker .. '|'
   local ids = {}
   for _, claim in ipairs(call('ZRANGEBYLEX', CLAIMS, first, first .. '\255', 'LIMIT', 0, limit)) do
-    ids[#ids + 1] = string.match(claim, '([^|]*)$')
+    ids[#ids + 1] = id_of(claim)
   end
   return ids
 end
 
--- A worker is dead. Takes back at most `limit` claims; returns whether none is left.
-local function bury(worker, limit)
-  local ids = claims_of(worker, limit)
-  for _, id in ipairs(ids) do
-    local row = row_of(id)
-    row.losses = row.losses + 1
-    count('lost', 1)
-    back(id, row, 'its worker died')
-  end
-  if #ids == limit then return false end
+local function forget_worker(worker)
   call('ZREM', LEASES, worker)
   call('HDEL', SUMS, worker)
   call('HDEL', NONCES, worker)
+  call('HDEL', ROOMS, worker)
+  local saved = call('HGET', SAVING, worker)
+  if saved then
+    call('HDEL', SAVING, worker)
+    local row = row_of(saved)
+    row.saver = ''
+    keep(saved, row)
+  end
+end
+
+-- A worker is gone. Takes back at most `limit` claims; returns whether none is left. `died`: each counts as a loss.
+local function bury(worker, limit, died)
+  local ids = claims_of(worker, limit)
+  for _, id in ipairs(ids) do
+    local row = row_of(id)
+    if died then
+      row.losses = row.losses + 1
+      count('lost', 1)
+    end
+    back(id, row, 'its worker died')
+  end
+  if #ids == limit then return false end
+  forget_worker(worker)
   return true
+end
+
+-- The running request is to stop, for `reason` (an outcome). Its worker ends it, or the reaper does.
+local function stop(id, row, reason)
+  if row.cancelled ~= '' then return end
+  tell(id, row, function(r) r.cancelled = reason end, 'cancel|' .. id)
+end
+
+-- A gateway is gone, and nobody has attached to what was open there.
+local function orphan(gateway, limit)
+  local first = '[' .. gateway .. '|'
+  local homes = call('ZRANGEBYLEX', HOMES, first, first .. '\255', 'LIMIT', 0, limit)
+  for _, home in ipairs(homes) do
+    local id = id_of(home)
+    local row = row_of(id)
+    if row.state == 'running' then stop(id, row, 'gateway_lost')
+    else conclude(id, row, 'gateway_lost', NOTHING, 'its gateway died and nobody came for it') end
+    call('ZREM', HOMES, home)
+  end
+  if #homes < limit then call('ZREM', GATEWAYS, gateway) end
 end
 
 -- After a silence of everybody the store was away: every lease gets its full time again before any is reaped.
@@ -76,14 +128,28 @@ local function hear()
   call('HSET', COUNTERS, 'heard_ms', now)
 end
 
+-- What came while nobody was there to run it: its own deadline begins now that somebody is.
+local function release_held(limit)
+  for _, id in ipairs(call('ZRANGE', HELD, 0, limit - 1)) do
+    call('ZREM', HELD, id)
+    local row = row_of(id)
+    row.held = false
+    row.deadline_ms = row.patience_ms > 0 and now + row.patience_ms or 0
+    if row.deadline_ms > 0 then call('ZADD', DEADLINES, row.deadline_ms, id) else call('ZREM', DEADLINES, id) end
+    keep(id, row)
+  end
+end
+
 -- Bounded housekeeping, run inside every claim, beat, watch and tick: nothing in the queue waits for a timer process.
 local function timers(limit)
   hear()
+  if call('ZCARD', LEASES) > 0 then release_held(limit) end
   for _, id in ipairs(call('ZRANGEBYSCORE', DELAYS, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', DELAYS, id)
     local row = row_of(id)
     join(id, row)
     keep(id, row)
+    wake()
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', 0, limit)) do
     conclude(id, row_of(id), 'expired', NOTHING, 'its deadline passed while it waited')
@@ -92,6 +158,8 @@ local function timers(limit)
     call('ZREM', FORGET, id)
     call('HDEL', ROWS, id)
   end
+  for _, id in ipairs(call('ZRANGEBYSCORE', DEAD, '-inf', now - DEAD_MS, 'LIMIT', 0, limit)) do bury_letter(id) end
   if now < counter('mercy_ms') then return end
-  for _, worker in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 4)) do bury(worker, limit) end
+  for _, worker in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 4)) do bury(worker, limit, true) end
+  for _, gateway in ipairs(call('ZRANGEBYSCORE', GATEWAYS, '-inf', now, 'LIMIT', 0, 1)) do orphan(gateway, limit) end
 end

@@ -1,38 +1,72 @@
 -- enqueue: accept a task, once per id.
--- KEYS   + body STRING
--- ARGV   2 id  3 message  4 class  5 tenant  6 gateway  7 rerunnable  8 input tokens  9 ms it may wait (0: any)
---        10 delay ms  11 facts ('' : no usage entry)  12 body ('' : none)  13 body TTL ms  14 most that may wait
---        15 attempts it had and 16 tokens it delivered before the store forgot it
---        17 weight of the tenant  18 ms after which it is overdue
--- reply  {'accepted', place} | {'known', state} | {'full', waiting}        cost O(log n)
--- Repeat: safe, the row is the duplicate check.
-local id, class, input = ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[8])
+-- KEYS   + body STRING, view STRING, then the wake ZSET of each preferred worker
+-- ARGV   2 id  3 message  4 facts ('' : no usage entry)  5 body ('' : none)  6 view ('' : none)  7 their TTL ms
+--        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, weight,
+--          preferred} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds {waiting_max, tokens_max,
+--          tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot {attempt, shown}
+-- reply  {'accepted', place, whether a worker is alive} | {'known', state} | {'full', 'model' or 'tenant', waiting, tokens}
+-- Repeat: safe, the row is the duplicate check.                                                     cost O(log n)
+local id, row = ARGV[2], cmsgpack.unpack(ARGV[8])
 local known = row_of(id)
 if known then return { 'known', known.state } end
 
-local depth = 0
-for c = 0, 3 do depth = depth + counter('waiting' .. c) end
-if depth >= tonumber(ARGV[14]) then return { 'full', depth } end
+local depth, tokens = 0, counter('waiting_tokens')
+for class = 0, 3 do depth = depth + counter('waiting' .. class) end
+if depth >= row.waiting_max or (depth > 0 and tokens + row.input > row.tokens_max) then
+  return { 'full', 'model', depth, tokens }
+end
+local theirs = tonumber(call('HGET', DEPTHS, row.tenant) or '0')
+local their_tokens = tonumber(call('HGET', DEPTHS, row.tenant .. '|tokens') or '0')
+if theirs >= row.tenant_waiting_max or (theirs > 0 and their_tokens + row.input > row.tenant_tokens_max) then
+  return { 'full', 'tenant', theirs, their_tokens }
+end
 
-local row = {
-  class = class, tenant = ARGV[5], gateway = ARGV[6], rerunnable = ARGV[7] == '1', input = input,
-  deadline_ms = tonumber(ARGV[9]) > 0 and now + tonumber(ARGV[9]) or 0, facts = ARGV[11], arrival = call('HINCRBY', COUNTERS, 'arrival', 1),
-  entered_ms = now, attempt = tonumber(ARGV[15]), losses = 0, first_ms = 0, worker = '', cancelled = false,
-  weight = tonumber(ARGV[17]), due_ms = now + tonumber(ARGV[18]), served = 0, -- output tokens charged
-}
-count('enqueued', 1)
-if tonumber(ARGV[16]) > 0 and not row.rerunnable then
+local alive = call('ZCARD', LEASES) > 0
+local delay_ms, home_ms = row.delay_ms, row.home_ms
+row.waiting_max, row.tokens_max, row.tenant_waiting_max, row.tenant_tokens_max, row.delay_ms, row.home_ms = nil
+row.facts, row.arrival, row.entered_ms, row.due_ms = ARGV[4], call('HINCRBY', COUNTERS, 'arrival', 1), now, now + row.due_ms
+row.losses, row.first_ms, row.passed_ms, row.served = 0, 0, 0, 0
+row.worker, row.cancelled, row.trail, row.saver, row.held, row.bodied = '', '', '', '', false, ARGV[5] ~= ''
+row.deadline_ms = row.patience_ms > 0 and now + row.patience_ms or 0
+if row.gateway ~= '' then
+  call('ZADD', HOMES, 0, row.gateway .. '|' .. id)
+  call('ZADD', GATEWAYS, 'GT', now + home_ms, row.gateway)
+end
+if row.shown and not row.rerunnable then
   conclude(id, row, 'worker_lost', NOTHING, 'the queue lost it in the middle of a sampled answer')
-  return { 'accepted', 0 }
+  return { 'accepted', 0, 1 }
 end
 call('HSET', TASKS, id, ARGV[3])
-if ARGV[12] ~= '' then call('SET', KEYS[EXTRA], ARGV[12], 'PX', ARGV[13]) end
-if tonumber(ARGV[10]) > 0 then
+if ARGV[5] ~= '' then call('SET', KEYS[EXTRA], ARGV[5], 'PX', ARGV[7]) end
+if ARGV[6] ~= '' then call('SET', KEYS[EXTRA + 1], ARGV[6], 'PX', ARGV[7]) end
+if delay_ms > 0 then
   row.state = 'delayed'
-  call('ZADD', DELAYS, now + tonumber(ARGV[10]), id)
+  call('ZADD', DELAYS, now + delay_ms, id)
   keep(id, row)
-  return { 'accepted', depth + 1 }
+  return { 'accepted', depth + 1, alive and 1 or 0 }
+end
+if not alive then
+  row.held, row.deadline_ms = true, now + HELD_MS
+  call('ZADD', HELD, row.arrival, id)
 end
 join(id, row)
 keep(id, row)
-return { 'accepted', place_of(id, row) }
+
+-- An idle worker that holds its prefix is woken alone; it is free to others after the claim's steal_ms.
+local woken = false
+local at = EXTRA + 2
+for worker in string.gmatch(row.preferred, '[^,]+') do
+  if not woken and tonumber(call('HGET', ROOMS, worker) or '0') > 0 then
+    call('ZADD', KEYS[at], 0, '0')
+    call('PEXPIRE', KEYS[at], 60000)
+    woken = true
+  end
+  at = at + 1
+end
+if not woken then wake() end
+if row.class < 2 then -- it may have to preempt somebody
+  local room = 0
+  for _, free in ipairs(call('HVALS', ROOMS)) do room = room + tonumber(free) end
+  if room <= 0 then call('PUBLISH', PREFIX .. 'urgent', row.class) end
+end
+return { 'accepted', place_of(id, row), alive and 1 or 0 }

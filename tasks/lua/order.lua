@@ -1,4 +1,5 @@
--- order: who is next. Class first (strict); inside a class the tenant that was served least; then its own arrival order.
+-- order: who is next. Class first (strict); inside a class the tenant that was served least; then its own arrival order,
+-- of whose first few one that prefers the claiming worker goes first.
 --
 -- Service is a virtual token counter (VTC, Sheng et al., arXiv 2401.00588): a tenant is charged its input when a request
 -- of its is claimed and its output, twice, as it is generated, divided by its weight. The least charged goes first, so
@@ -10,15 +11,21 @@
 -- overload that is a rate, not a bound on its wait.
 
 local OUTPUT_COST = 2
+local LINES_MAX = 16 -- tenants that one search looks at
+local TRIES_MAX = 4  -- rows of one tenant that it reads
 
 local function member(id, row)
-  return row.class .. '|' .. row.tenant .. '|' .. string.format('%015d', row.arrival) .. '|' .. id
+  return row.class .. '|' .. row.tenant .. '|' .. string.format('%015d', row.arrival) .. '|' .. row.preferred .. '|' .. id
 end
 
-local function head(class_tenant)
+local function members(class_tenant, limit)
   local first = '[' .. class_tenant .. '|'
-  return call('ZRANGEBYLEX', WAITING, first, first .. '\255', 'LIMIT', 0, 1)[1]
+  return call('ZRANGEBYLEX', WAITING, first, first .. '\255', 'LIMIT', 0, limit)
 end
+
+local function head(class_tenant) return members(class_tenant, 1)[1] end
+
+local function id_of(entry) return string.match(entry, '([^|]*)$') end
 
 local function service_of(tenant) return tonumber(call('HGET', SERVICE, tenant) or '0') end
 
@@ -37,6 +44,17 @@ local function lift(tenant, class)
   call('ZADD', TENANTS, class * CLASS_STRIDE + service_of(tenant), class .. '|' .. tenant)
 end
 
+local function measure(row, sign) -- depth by class and by tenant
+  count('waiting' .. row.class, sign)
+  count('waiting_tokens', sign * row.input + 0) -- not `-row.input`: HINCRBY refuses Lua's "-0"
+  if row.preferred ~= '' then count('waiting_preferred', sign) end
+  if call('HINCRBY', DEPTHS, row.tenant, sign) == 0 then
+    call('HDEL', DEPTHS, row.tenant, row.tenant .. '|tokens')
+  else
+    call('HINCRBY', DEPTHS, row.tenant .. '|tokens', sign * row.input + 0)
+  end
+end
+
 local function join(id, row) -- into the line
   row.state = 'waiting'
   local class_tenant = row.class .. '|' .. row.tenant
@@ -44,9 +62,7 @@ local function join(id, row) -- into the line
   call('ZADD', WAITING, 0, member(id, row))
   call('ZADD', DUE, row.due_ms, id)
   if row.deadline_ms > 0 then call('ZADD', DEADLINES, row.deadline_ms, id) end
-  count('waiting' .. row.class, 1)
-  count('waiting_tokens', row.input)
-  wake()
+  measure(row, 1)
 end
 
 local function leave(id, row) -- out of the line
@@ -57,19 +73,118 @@ local function leave(id, row) -- out of the line
     call('HSET', COUNTERS, 'served_last', service_of(row.tenant))
   end
   call('ZREM', DUE, id)
-  call('ZREM', DEADLINES, id)
-  count('waiting' .. row.class, -1)
-  count('waiting_tokens', 0 - row.input) -- not `-row.input`: HINCRBY refuses Lua's "-0"
+  if row.deadline_ms > 0 then call('ZREM', DEADLINES, id) end
+  if row.held then call('ZREM', HELD, id) end
+  if row.saver ~= '' then
+    call('HDEL', SAVING, row.saver)
+    row.saver = ''
+  end
+  measure(row, -1)
 end
 
-local function next_id()
-  local class_tenant = call('ZRANGE', TENANTS, 0, 0)[1]
-  if not class_tenant then return end
-  if call('HINCRBY', COUNTERS, 'claims', 1) % OVERDUE_EVERY == 0 then
-    local overdue = call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 1)[1]
-    if overdue then return overdue end
+-- What the claiming worker can start: room = {worker, slots, kv, context, prefill per class, idle, reserve, total_kv,
+-- steal_ms, scan, below}. kv, context: -1 where unknown. `idle`: nothing is being prefilled.
+
+local function fits(row, room)
+  if room.context >= 0 and row.most > room.context then return false end
+  if room.kv >= 0 and row.need > room.kv then return false end
+  if not room.idle and row.input > room.prefill[row.class] then return false end
+  -- What cannot be preempted must not fill the last slots, or nothing urgent could start.
+  return row.rerunnable or row.class < 2 or room.slots > room.reserve
+end
+
+local function take_room(row, room)
+  room.slots, room.idle = room.slots - 1, false
+  if room.kv >= 0 then room.kv = math.max(0, room.kv - row.need) end
+  for class = 0, 3 do room.prefill[class] = room.prefill[class] - row.input end
+end
+
+-- It does not fit now. After SAVE_MS one worker that could hold it lets its engine run empty until it does.
+local function pass_over(id, row, room)
+  room.passed = true
+  if row.passed_ms == 0 then
+    row.passed_ms = now
+  elseif now - row.passed_ms >= SAVE_MS and row.saver == '' and room.total_kv >= row.need
+    and (room.context < 0 or row.most <= room.context) and not call('HGET', SAVING, room.worker) then
+    row.saver = room.worker
+    call('HSET', SAVING, room.worker, id)
+    room.below = math.min(room.below, row.class)
+  else
+    return
   end
-  return string.match(head(class_tenant), '([^|]*)$')
+  keep(id, row)
+end
+
+local function prefers(entry, worker)
+  local preferred = string.match(entry, '|([^|]*)|[^|]*$')
+  return preferred ~= '' and string.find(',' .. preferred .. ',', ',' .. worker .. ',', 1, true) ~= nil
+end
+
+-- Whether another than its preferred workers may have it. Else how long not yet, ms.
+local function stealable(row, room)
+  if row.preferred == '' then return true end
+  local left_ms = row.entered_ms + room.steal_ms - now
+  if left_ms <= 0 then return true end
+  for worker in string.gmatch(row.preferred, '[^,]+') do
+    if tonumber(call('HGET', ROOMS, worker) or '0') > 0 then return false, left_ms end
+  end
+  return true
+end
+
+-- Of one tenant's first few: one that prefers this worker, else the first that another worker may have.
+local function next_of(class_tenant, room)
+  local entries = members(class_tenant, room.scan)
+  local tries = 0
+  for turn = 1, 2 do
+    for _, entry in ipairs(entries) do
+      local mine = room.scan > 1 and prefers(entry, room.worker)
+      if mine == (turn == 1) and tries < TRIES_MAX then
+        tries = tries + 1
+        local id = id_of(entry)
+        local row = row_of(id)
+        local free, left_ms = true, nil
+        if not mine then free, left_ms = stealable(row, room) end
+        if not free then
+          room.hint_ms = math.min(room.hint_ms, left_ms)
+        elseif fits(row, room) then
+          return id, row
+        else
+          pass_over(id, row, room)
+        end
+      end
+    end
+  end
+end
+
+local function saved_for(room) -- the request that this worker saves KV cache for, if it fits by now
+  local id = call('HGET', SAVING, room.worker)
+  if not id then return end
+  local row = row_of(id)
+  if fits(row, room) then return id, row end
+  room.passed = true
+  room.below = math.min(room.below, row.class) -- until then only what is more urgent
+end
+
+local function overdue(room)
+  if call('HINCRBY', COUNTERS, 'searches', 1) % OVERDUE_EVERY ~= 0 then return end
+  local id = call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 1)[1]
+  if not id then return end
+  local row = row_of(id)
+  if row.class >= room.below then return end
+  if fits(row, room) then return id, row end
+  pass_over(id, row, room)
+end
+
+local function next_for(room)
+  if room.slots <= 0 then return end
+  local id, row = saved_for(room)
+  if not id then id, row = overdue(room) end
+  if id then return id, row end
+  for _, class_tenant in ipairs(call('ZRANGE', TENANTS, 0, LINES_MAX - 1)) do
+    if tonumber(string.match(class_tenant, '^%d')) >= room.below then return end
+    id, row = next_of(class_tenant, room)
+    if id then return id, row end
+  end
 end
 
 -- An estimate of how many go first: all of higher classes, and of its own class as many of every tenant as of its own.

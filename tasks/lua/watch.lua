@@ -1,16 +1,20 @@
 -- watch: a gateway is alive and asks after its open requests. It finds an ending whose frame was lost.
--- ARGV   2 gateway  3 lease ms  4.. ids (at most 500)
--- reply  for each id: '' unknown | {'waiting', place} | {'running', attempt} | {'ended', packed ending}
+-- ARGV   2 gateway  3 ms after which it counts as gone, and what was open there as orphaned  4.. ids (at most 500)
+-- reply  {{waiting, waiting tokens, started ever, workers alive}, for each id: '' unknown | {'waiting', place}
+--        | {'running', attempt} | {'ended', packed ending} | {'elsewhere'}: another gateway has its stream}
 -- Repeat: safe. Cost O(ids log n).
 call('ZADD', GATEWAYS, now + tonumber(ARGV[3]), ARGV[2])
-call('ZREMRANGEBYSCORE', GATEWAYS, '-inf', now)
 timers(16)
-local reply = {}
-for i = 4, #ARGV do
-  local row = row_of(ARGV[i])
-  if not row then reply[#reply + 1] = ''
-  elseif row.state == 'ended' then reply[#reply + 1] = { 'ended', cmsgpack.pack(row.ending) }
-  elseif row.state == 'running' then reply[#reply + 1] = { 'running', row.attempt }
-  else reply[#reply + 1] = { 'waiting', row.state == 'waiting' and place_of(ARGV[i], row) or 0 } end
+local depth = 0
+for class = 0, 3 do depth = depth + counter('waiting' .. class) end
+local reply = { { depth, counter('waiting_tokens'), counter('started'), call('ZCARD', LEASES) } }
+if #ARGV < 4 then return reply end
+for i, packed in ipairs(call('HMGET', ROWS, unpack(ARGV, 4))) do
+  local row = packed and cmsgpack.unpack(packed)
+  if not row then reply[i + 1] = ''
+  elseif row.state == 'ended' then reply[i + 1] = { 'ended', cmsgpack.pack(row.ending) }
+  elseif row.gateway ~= '' and row.gateway ~= ARGV[2] then reply[i + 1] = { 'elsewhere' }
+  elseif row.state == 'running' then reply[i + 1] = { 'running', row.attempt }
+  else reply[i + 1] = { 'waiting', row.state == 'waiting' and place_of(ARGV[i + 3], row) or 0 } end
 end
 return reply

@@ -18,6 +18,7 @@ from core import usage
 from core.postgres import DatabaseAway, Engine, IntegrityError, connect, migrate, text, transaction
 from core.redis import Store
 from core.usage import Entry
+from core.values import Outcome
 from ops import stores
 
 MODEL = "tiny"
@@ -115,6 +116,15 @@ def test_an_ending_that_says_otherwise_is_kept_aside(log: Any, ledger: Any, inge
     )
     assert sorted(others) == [(request_id, 7, "cancelled"), (request_id, 8, "completed")]
     assert log.length() == 0
+
+
+def test_every_way_to_end_has_its_row(log: Any, ledger: Any, ingest: Callable[[], int]) -> None:
+    """An outcome that the table did not know would be a request without a bill."""
+    for outcome in Outcome:
+        log.enter(outcome=outcome.value)
+
+    assert ingest() == len(Outcome)
+    assert {outcome for (outcome,) in ledger.rows("SELECT outcome FROM usage_events")} == set(Outcome)
 
 
 def test_a_poison_entry_does_not_stop_the_rest(log: Any, ledger: Any, ingest: Callable[[], int]) -> None:

@@ -167,7 +167,7 @@ def test_a_request_is_finished_once_and_leaves_one_usage_entry(store: Store, que
 
     assert outcomes(valkey) == [("a", "completed")]
     assert store.run(queue.body("a")) is None
-    [seen] = store.run(queue.watch("g", ["a"], lease_ms=3000))
+    [seen] = store.run(queue.watch("g", ["a"])).seen
     assert seen.ending is not None
     assert (seen.ending.outcome, seen.ending.usage, seen.ending.attempt) == ("completed", USED, 1)
 
@@ -224,7 +224,7 @@ def test_a_sampled_answer_is_never_sampled_anew_once_delivered(
 
     store.run(queue.tick(dead_worker="w1"))
 
-    [seen] = store.run(queue.watch("g", ["a"], lease_ms=3000))
+    [seen] = store.run(queue.watch("g", ["a"])).seen
     assert seen.state == then
     assert seen.ending is None or seen.ending.outcome == "worker_lost"
 
@@ -249,7 +249,7 @@ def test_a_store_outage_longer_than_the_lease_re_runs_nothing(store: Store, queu
     clock.advance(20_000)
     store.run(queue.tick())
     clock.advance(1000)
-    assert store.run(queue.beat("w1", [a], lease_ms=LEASE_MS)) is None
+    assert store.run(queue.beat("w1", [a], lease_ms=LEASE_MS)).claims is None
 
     wait_for(store, queue, clock, 2000)
     assert store.run(queue.finish("w1", a, Outcome.COMPLETED, USED))
@@ -280,11 +280,11 @@ def test_cancelling_what_runs_keeps_the_claim_until_its_worker_ends_it(store: St
 
     assert store.run(queue.cancel("a")) == "running"
 
-    differ = store.run(queue.beat("w1", [a], lease_ms=LEASE_MS))
+    differ = store.run(queue.beat("w1", [a], lease_ms=LEASE_MS)).claims
     assert differ is not None and differ["a"].cancelled
-    assert store.run(queue.beat("w1", differ.values(), lease_ms=LEASE_MS)) is None, "now the sums agree"
+    assert store.run(queue.beat("w1", differ.values(), lease_ms=LEASE_MS)).claims is None, "now the sums agree"
     assert store.run(queue.finish("w1", a, Outcome.CANCELLED, USED))
-    assert store.run(queue.beat("w1", [], lease_ms=LEASE_MS)) is None
+    assert store.run(queue.beat("w1", [], lease_ms=LEASE_MS)).claims is None
 
 
 def test_a_cancelled_request_of_a_dead_worker_ends_cancelled(store: Store, queue: Queue, valkey: redis.Redis) -> None:
@@ -331,7 +331,7 @@ def test_a_request_that_the_store_forgot_is_taken_up_again(store: Store, queue: 
     store.run(queue.enqueue(task("sampled", rerunnable=False), attempt=1, delivered_tokens=9))
 
     assert [(c.id, c.attempt) for c in claim(store, queue, want=9)] == [("greedy", 3)]
-    [seen] = store.run(queue.watch("g", ["sampled"], lease_ms=3000))
+    [seen] = store.run(queue.watch("g", ["sampled"])).seen
     assert seen.ending is not None and seen.ending.outcome == "worker_lost"
 
 
@@ -366,7 +366,7 @@ def test_place_counts_higher_classes_and_ones_own_line(store: Store, queue: Queu
     ]:
         store.run(queue.enqueue(task(name, cls=cls)))
 
-    places = [seen.place for seen in store.run(queue.watch("g", ["i1", "i2", "d1", "d2"], lease_ms=3000))]
+    places = [seen.place for seen in store.run(queue.watch("g", ["i1", "i2", "d1", "d2"])).seen]
 
     assert places == [1, 2, 3, 4]
 

@@ -176,7 +176,7 @@ class Histories(RuleBasedStateMachine):
         """Both sides agree on the claims, always."""
         held = self.model.held(worker)
         served = [(claim, tokens) for claim in held]
-        assert self.store.run(self.queue.beat(worker, held, lease_ms=LEASE_MS, served=served)) is None
+        assert self.store.run(self.queue.beat(worker, held, lease_ms=LEASE_MS, served=served)).claims is None
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: str) -> None:

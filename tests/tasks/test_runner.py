@@ -128,11 +128,11 @@ class Bench:
         return list(self.side.run(self.queue.claim(worker, 1, lease_ms=NEVER_MS, nonce=nonce)).claims)
 
     def state(self, task_id: str) -> str:
-        return self.side.run(self.queue.watch("side", [task_id], lease_ms=1000))[0].state
+        return self.side.run(self.queue.watch("side", [task_id])).seen[0].state
 
     async def ending(self, task_id: str) -> Any:
         await self.until(lambda: self.state(task_id) == "ended")
-        return self.side.run(self.queue.watch("side", [task_id], lease_ms=1000))[0].ending
+        return self.side.run(self.queue.watch("side", [task_id])).seen[0].ending
 
     async def marked(self, mark: str) -> None:
         await self.until(lambda: mark in self.marks)

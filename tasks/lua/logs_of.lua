@@ -1,0 +1,10 @@
+-- logs_of: where to look for what was delivered of a request and is not saved yet (core/stream/log.py).
+-- ARGV   2 id
+-- reply  workers whose logs hold it, in order: at most who had it last and who has it; none: all of it is saved
+-- Repeat: safe, reads only. Cost O(1).
+local row = row_of(ARGV[2])
+if not row or row.state == 'ended' then return {} end
+local logs = {}
+if row.trail ~= '' then logs[1] = row.trail end
+if row.worker ~= '' then logs[#logs + 1] = row.worker end
+return logs
