@@ -6,10 +6,25 @@ tokenizer         a folder with tokenizer.json and its chat template; empty: the
 context_tokens    prompt and output together
 max_output_tokens what a request gets that names no limit
 slots             sequences an engine runs at once
+reserved_slots    slots that what cannot be preempted leaves free; -1: a sixteenth of them, at least 1 of 8
 workers           {min, max} engines
+bounds            waiting, waiting_tokens, tenant_waiting, tenant_tokens: past them a request is refused
 canary            {prompt, answer}: what turns a warming worker into a ready one, greedy
-engine            dtype, kv_cache_mib, block_tokens, batched_tokens, eager
-step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step
+slo.ttft_ms       {system, interactive, default, bulk}: from claim to first token; bounds the prompts an engine takes in
+step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step; prefill_ms is also what a
+                  worker goes by until it has measured
+
+[models."NAME".engine]   each is told to vLLM by name, whatever its own default
+dtype               "auto": the weights' own; "bfloat16", "float16", "float32"
+kv_cache_mib        KV cache; 0: what the GPU has left
+block_tokens        tokens in a block of it
+batched_tokens      most tokens in one step: prompts are cut into steps of it
+long_prefill_tokens most of one prompt in a step while others run, so that short ones go beside it; 0: no bound
+watermark           share of the KV cache that vLLM keeps free when it admits while something runs
+scheduler           "priority", the class first; "fcfs"
+prefix_hash         "sha256_cbor", the only one: gateways compute it too, and vLLM's others hash Python's own pickles
+adapters            LoRA adapters in a batch; 0: off, and nothing else yet
+eager               no compiled graphs; always so on a CPU
 """
 
 from __future__ import annotations
@@ -17,6 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,23 +49,89 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max: int = 1
 
 
+class QueueBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may wait for the model, and of one organisation."""
+
+    waiting: int = 100_000
+    waiting_tokens: int = 200_000_000
+    tenant_waiting: int = 20_000
+    tenant_tokens: int = 50_000_000
+
+    def faults(self) -> Iterator[str]:
+        if min(msgspec.structs.astuple(self)) < 1:
+            yield "bounds must be at least 1"
+
+
 class Canary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str = "What is the capital of France?"
     answer: str = ""  #: empty: any answer will do
 
 
 class EngineKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dtype: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     kv_cache_mib: int = 0  #: 0: what the GPU has left
     block_tokens: int = 16
     batched_tokens: int = 2048
+    long_prefill_tokens: int = 0
+    watermark: float = 0.01
+    scheduler: Literal["priority", "fcfs"] = "priority"
+    prefix_hash: str = "sha256_cbor"
+    adapters: int = 0
     eager: bool = False  #: always on for the CPU, whose compiled mode answers nonsense without AVX-512
+
+    def faults(self) -> Iterator[str]:
+        if self.kv_cache_mib < 0:
+            yield "kv_cache_mib must not be negative"
+        if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
+            yield "block_tokens must be a power of two"
+        if self.batched_tokens < self.block_tokens:
+            yield "batched_tokens must be at least block_tokens"
+        if self.long_prefill_tokens < 0:
+            yield "long_prefill_tokens must not be negative"
+        if not 0 <= self.watermark < 0.5:
+            yield "watermark must be a share, from 0 to below 0.5"
+        if self.prefix_hash != "sha256_cbor":
+            yield (
+                f"prefix_hash is {self.prefix_hash!r}, and must be 'sha256_cbor': gateways compute the hashes too, "
+                "which they cannot where vLLM hashes Python's own pickles"
+            )
+        if self.adapters != 0:
+            yield "adapters must be 0: LoRA adapters are not served yet"
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     base_ms: float = 13.0
     sequence_ms: float = 0.04
     prefill_ms: float = 0.1
+
+    def faults(self) -> Iterator[str]:
+        if min(self.base_ms, self.sequence_ms, self.prefill_ms) < 0:
+            yield "step times must not be negative"
+
+
+class ClassTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One time for each class, ms."""
+
+    system: float = 500
+    interactive: float = 1_000
+    default: float = 5_000
+    bulk: float = 60_000
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ttft_ms: ClassTimes = ClassTimes()
+
+    @property
+    def ttft_s(self) -> tuple[float, float, float, float]:
+        """By class, the most urgent first."""
+        times = self.ttft_ms
+        return times.system / 1000, times.interactive / 1000, times.default / 1000, times.bulk / 1000
+
+    def faults(self) -> Iterator[str]:
+        if min(self.ttft_s) <= 0:
+            yield "slo.ttft_ms must be above 0 for each class"
+        elif list(self.ttft_s) != sorted(self.ttft_s):
+            yield "slo.ttft_ms must not be shorter for a less urgent class"
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,11 +140,34 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     context_tokens: int
     max_output_tokens: int = 1024
     slots: int = 16
+    reserved_slots: int = -1  #: -1: a sixteenth
     workers: Bounds = Bounds()
+    bounds: QueueBounds = QueueBounds()
     canary: Canary = Canary()
     engine: EngineKnobs = EngineKnobs()
     step: StepProfile = StepProfile()
+    slo: Slo = Slo()
     name: str = ""  #: filled from the table's key
+
+    @property
+    def reserve(self) -> int:
+        """Slots that what cannot be preempted leaves free, so that something urgent can start."""
+        if self.reserved_slots >= 0:
+            return self.reserved_slots
+        return max(round(self.slots / 16), 1 if self.slots >= 8 else 0)
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with it, in the words of its file."""
+        if not 0 <= self.workers.min <= self.workers.max:
+            yield "workers must have 0 <= min <= max"
+        if not 0 < self.max_output_tokens < self.context_tokens:
+            yield "max_output_tokens must be smaller than context_tokens"
+        if self.slots < 1:
+            yield "slots must be at least 1"
+        elif not -1 <= self.reserved_slots < self.slots:
+            yield "reserved_slots must be fewer than slots (-1: a sixteenth of them)"
+        for part in (self.bounds, self.engine, self.step, self.slo):
+            yield from part.faults()
 
     def weights_folder(self, data: Path) -> Path:
         """Where the weights lie on this machine."""
@@ -119,8 +224,6 @@ def load(path: Path | None = None) -> Catalog:
     for name, model in file.models.items():
         if not _NAME.fullmatch(name):
             raise BadCatalog(f"{path}: {name!r} is not a model name (letters, digits and . _ : / -)")
-        if not 0 <= model.workers.min <= model.workers.max:
-            raise BadCatalog(f"{path}: {name}: workers must have 0 <= min <= max")
-        if not 0 < model.max_output_tokens < model.context_tokens:
-            raise BadCatalog(f"{path}: {name}: max_output_tokens must be smaller than context_tokens")
+        for fault in model.faults():
+            raise BadCatalog(f"{path}: {name}: {fault}")
     return Catalog({name: msgspec.structs.replace(model, name=name) for name, model in file.models.items()})

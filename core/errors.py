@@ -8,15 +8,18 @@
     ├── NotAllowed                   403  permission_error
     ├── NotFound                     404    not_found
     │   └── UnknownModel             404    model_not_found
+    ├── Gone                         410  invalid_request_error / stream_expired
     ├── WrongMethod                  405    method_not_allowed
     ├── UpgradeNeeded                426    upgrade_required
     ├── LimitReached                 429  requests / rate_limit_exceeded       retry after …
+    │   └── TokensReached            429  tokens / rate_limit_exceeded         retry after …
     ├── Unavailable                  503    overloaded                         retry after …
     │   ├── StoreDown                503    store_unavailable
     │   ├── AccountsDown             503    accounts_unavailable
     │   └── Draining                 503    draining
     └── RequestFailed                500    generation_failed
-        └── WorkerLost               500    worker_lost
+        ├── WorkerLost               500    worker_lost
+        └── GatewayLost              500    gateway_lost
 
 `status` is the HTTP status; `type` and `code` are OpenAI's; `retry` is what `x-should-retry` says.
 """
@@ -96,6 +99,12 @@ class UnknownModel(NotFound):
     code = "model_not_found"
 
 
+class Gone(ForebayError):
+    """This stream is no longer kept: it can be shown for 15 minutes after its end. Send the request again."""
+
+    status, type, code, retry = 410, "invalid_request_error", "stream_expired", False
+
+
 class WrongMethod(ForebayError):
     """This address does not answer to that HTTP method."""
 
@@ -112,6 +121,12 @@ class LimitReached(ForebayError):
     """A limit of this API key is reached. Retry after the time given in `retry-after`."""
 
     status, type, code, retry = 429, "requests", "rate_limit_exceeded", True
+
+
+class TokensReached(LimitReached):
+    """A limit of this organisation's tokens is reached. Retry after the time given in `retry-after`."""
+
+    type = "tokens"
 
 
 class Unavailable(ForebayError):
@@ -148,3 +163,9 @@ class WorkerLost(RequestFailed):
     """The worker died in the middle of a sampled answer, which cannot be continued. Please retry."""
 
     code = "worker_lost"
+
+
+class GatewayLost(RequestFailed):
+    """The gateway that held its stream died, and nobody came back for it in time. Please retry."""
+
+    code = "gateway_lost"

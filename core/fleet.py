@@ -7,19 +7,23 @@
 | f1:{fleet}:hosts        | HASH | none | the host's agent       | scaler, ops       | host -> Host, msgpack     |
 | f1:{fleet}:hosts_seen   | ZSET | none | with hosts             | `present`         | host -> last seen, ms     |
 | f1:{fleet}:assignments  | HASH | none | the scaler             | that host's agent | host -> {model: count}    |
+| f1:{fleet}:wanted       | ZSET | none | gateways; the scaler   | scaler            | model -> since when, ms   |
 
-Promise   a row not renewed for FORGET_MS is gone; times are the store's.
+Promise   a row not renewed for FORGET_MS is gone; times are the store's, those of `wanted` the gateway's. However many
+          requests find a model without a worker, it is wanted once, until a worker of it is there.
 Dies      worker: its agent removes its row, else it is forgotten. Host: forgotten, with what it was assigned. Scaler:
           agents go on with the last assignment. Store: agents go on, rows come back with the next beat.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from core.outlook import Starting
 from core.redis import Call, command, scripts, tag
 from core.values import WorkerState
 
@@ -41,6 +45,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0
     running: int = 0
     detail: str = ""  #: what it is doing, for people
+    since_ms: int = 0  #: how long it has been in this state
+    kv_tokens: int = 0  #: what its engine's KV cache holds in all; 0: not known yet
+    context_tokens: int = 0  #: the longest context its engine takes; 0: not known yet
     seen_ms: int = 0  #: ago; filled by the reader
 
 
@@ -96,6 +103,42 @@ def unassign(host: str) -> Call[int]:
     return command("HDEL", f"{_FLEET}assignments", host, reply=int)
 
 
+def want(model: str, now_ms: int) -> Call[bool]:
+    """A request waits for this model, and no worker is alive. True: nobody had asked for one yet."""
+    return command("ZADD", f"{_FLEET}wanted", "NX", now_ms, model, reply=bool)
+
+
+def wanted() -> Call[dict[str, int]]:
+    """The models that a worker was asked for, and since when, ms."""
+    return command("ZRANGE", f"{_FLEET}wanted", 0, -1, "WITHSCORES", reply=_times)
+
+
+def met(model: str) -> Call[int]:
+    """A worker of it is there, or on its way."""
+    return command("ZREM", f"{_FLEET}wanted", model, reply=int)
+
+
+# --- what the rows say
+
+
+def starting(rows: Iterable[Worker]) -> Starting | None:
+    """The worker that is awaited: the one nearest to being ready, when none is. Without any row one was asked for."""
+    states = {row.state: row for row in sorted(rows, key=lambda row: row.since_ms)}
+    if WorkerState.READY in states:
+        return None
+    for state in (WorkerState.WARMING, WorkerState.LOADING, WorkerState.FETCHING, WorkerState.BOOTING):
+        if state in states:
+            row = states[state]
+            return Starting(state=state, detail=row.detail, since_ms=row.since_ms + row.seen_ms)
+    return Starting(state=WorkerState.LAUNCHING, detail="a worker was asked for")
+
+
+def largest(rows: Iterable[Worker]) -> tuple[int, int]:
+    """The most KV cache and the longest context, in tokens, that any worker has; 0: none has said."""
+    seen = list(rows)
+    return max((row.kv_tokens for row in seen), default=0), max((row.context_tokens for row in seen), default=0)
+
+
 def _announce(key: str, name: str, row: msgspec.Struct) -> Call[bool]:
     return Call(
         script=_SCRIPTS["announce"], keys=(key, key + "_seen"), args=(name, msgspec.msgpack.encode(row)), reply=bool
@@ -113,6 +156,12 @@ def _present(key: str, kind: type[Any]) -> Call[list[Any]]:
             if row is not None
         ],
     )
+
+
+def _times(raw: Any) -> dict[str, int]:
+    # In pairs, one by one or nested, as the protocol's version has it.
+    flat = [word for one in raw for word in (one if isinstance(one, list | tuple) else (one,))]
+    return {model.decode(): int(float(ms)) for model, ms in zip(flat[0::2], flat[1::2], strict=True)}
 
 
 def _counts(raw: Any) -> dict[str, int] | None:

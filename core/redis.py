@@ -4,26 +4,40 @@ A `Call` is one exchange that has not happened yet. Contracts build Calls; `Stor
 `AsyncStore` (asyncio) run the same ones, one by one or many in a pipeline, so that nothing is written twice.
 
 Every Lua script starts with the clock: `now_ms()` is the store's own time, and the only time any script knows.
+
+A URL that begins `redis+cluster://` (with TLS: `rediss+cluster://`) is a cluster's: one or more of its nodes, separated
+by commas; the others are learned from those. Each Call has its keys in one slot (`tag`), and a pipeline goes to each
+node for itself. Channels are the classic ones, which a cluster carries to every node.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import redis
 import redis.asyncio
+import redis.asyncio.cluster
+import redis.cluster
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.exceptions import (
+    AskError,
     ClusterDownError,
+    ClusterError,
     MasterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
+    SlotNotCoveredError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -78,10 +92,12 @@ class Script:
     body: str
 
 
-def scripts(folder: Path, *, shared: Sequence[str], verbs: Sequence[str]) -> dict[str, Script]:
-    """Each verb's script: the shared files in front, in order, then the verb's own."""
+def scripts(folder: Path, *, shared: Sequence[str], verbs: Sequence[str], last: str = "") -> dict[str, Script]:
+    """Each verb's script: the shared files in front, in order, then the verb's own. `last`: Lua that runs after it,
+    whichever way it returns."""
     common = "".join((folder / f"{name}.lua").read_text() for name in shared)
-    return {verb: Script(verb, common + (folder / f"{verb}.lua").read_text()) for verb in verbs}
+    around = ("local function verb()\n", f"end\nlocal reply = verb()\n{last}\nreturn reply\n") if last else ("", "")
+    return {verb: Script(verb, common + (folder / f"{verb}.lua").read_text().join(around)) for verb in verbs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +153,14 @@ class _Loaded:
 class Store:
     """Runs Calls on a synchronous client. Every script of ours may be repeated, so one lost connection is retried."""
 
-    def __init__(self, client: redis.Redis, *, clock: str = CLOCK) -> None:
-        self.client = client
+    def __init__(self, client: redis.Redis | _Cluster, *, clock: str = CLOCK) -> None:
+        self.client: Any = client
         self.loaded = _Loaded(clock)
 
     @classmethod
     def connect(cls, url: str, *, clock: str = CLOCK) -> Store:
+        if "+cluster://" in url:
+            return cls(_Cluster(url), clock=clock)
         retry = Retry(ConstantBackoff(0.05), 1, supported_errors=(RedisConnectionError,))
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -155,20 +173,22 @@ class Store:
         return cls(redis.Redis(connection_pool=pool), clock=clock)
 
     def run(self, call: Call[T]) -> T:
-        try:
-            raw = self.client.execute_command(*call.words(self.loaded.sha(call.script)))
-        except NoScriptError:
-            assert call.script is not None
-            raw = self.client.eval(self.loaded.source(call.script), len(call.keys), *call.keys, *call.args)
+        with _told_plainly():
+            try:
+                raw = self.client.execute_command(*call.words(self.loaded.sha(call.script)))
+            except NoScriptError:
+                assert call.script is not None
+                raw = self.client.eval(self.loaded.source(call.script), len(call.keys), *call.keys, *call.args)
         return call.reply(raw)
 
     def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run Calls in one round trip; the first error is raised. Not atomic, and in order only for plain commands: a
         script that the store does not know yet runs after the others."""
-        pipe = self.client.pipeline(transaction=False)
-        for call in calls:
-            pipe.execute_command(*call.words(self.loaded.sha(call.script)))
-        replies = pipe.execute(raise_on_error=False)
+        with _told_plainly():
+            pipe = self.client.pipeline(transaction=False)
+            for call in calls:
+                pipe.execute_command(*call.words(self.loaded.sha(call.script)))
+            replies = pipe.execute(raise_on_error=False)
         return [
             self.run(call) if isinstance(raw, NoScriptError) else call.reply(_raised(raw))
             for call, raw in zip(calls, replies, strict=True)
@@ -176,18 +196,21 @@ class Store:
 
     def close(self) -> None:
         self.client.close()
-        self.client.connection_pool.disconnect()
+        if isinstance(self.client, redis.Redis):
+            self.client.connection_pool.disconnect()
 
 
 class AsyncStore:
     """Runs the same Calls on an asyncio client."""
 
-    def __init__(self, client: redis.asyncio.Redis, *, clock: str = CLOCK) -> None:
-        self.client = client
+    def __init__(self, client: redis.asyncio.Redis | _AsyncCluster, *, clock: str = CLOCK) -> None:
+        self.client: Any = client
         self.loaded = _Loaded(clock)
 
     @classmethod
     def connect(cls, url: str, *, clock: str = CLOCK, timeout_s: float = EXCHANGE_S) -> AsyncStore:
+        if "+cluster://" in url:
+            return cls(_async_cluster(url, timeout_s), clock=clock)
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=16,
@@ -199,32 +222,141 @@ class AsyncStore:
         return cls(redis.asyncio.Redis(connection_pool=pool), clock=clock)
 
     async def run(self, call: Call[T]) -> T:
-        try:
-            raw = await self.client.execute_command(*call.words(self.loaded.sha(call.script)))
-        except NoScriptError:
-            assert call.script is not None
-            raw = await self.client.eval(self.loaded.source(call.script), len(call.keys), *call.keys, *call.args)
+        with _told_plainly():
+            try:
+                raw = await self.client.execute_command(*call.words(self.loaded.sha(call.script)))
+            except NoScriptError:
+                assert call.script is not None
+                raw = await self.client.eval(self.loaded.source(call.script), len(call.keys), *call.keys, *call.args)
         return call.reply(raw)
 
     async def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """As Store.run_all."""
-        pipe = self.client.pipeline(transaction=False)
-        for call in calls:
-            pipe.execute_command(*call.words(self.loaded.sha(call.script)))
-        replies = await pipe.execute(raise_on_error=False)
+        with _told_plainly():
+            pipe = self.client.pipeline(transaction=False)
+            for call in calls:
+                pipe.execute_command(*call.words(self.loaded.sha(call.script)))
+            replies = await pipe.execute(raise_on_error=False)
         return [
             await self.run(call) if isinstance(raw, NoScriptError) else call.reply(_raised(raw))
             for call, raw in zip(calls, replies, strict=True)
         ]
 
+    def pubsub(self) -> Any:
+        """A subscription. On a cluster at one node, any: every node hears what is published at any."""
+        client = _one_node(self.client) if isinstance(self.client, _AsyncCluster) else self.client
+        return client.pubsub(ignore_subscribe_messages=True)
+
     async def close(self) -> None:
         await self.client.aclose()
-        await self.client.connection_pool.disconnect()
+        if isinstance(self.client, redis.asyncio.Redis):
+            await self.client.connection_pool.disconnect()
+
+
+# --- clusters
+
+
+class _SyncCluster(redis.cluster.RedisCluster):
+    """A lost connection is retried once, as on one node; a time-out is not."""
+
+    ERRORS_ALLOW_RETRY: Any = (RedisConnectionError, ClusterDownError, SlotNotCoveredError)
+
+
+class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
+    """Nothing is retried but what moved."""
+
+    ERRORS_ALLOW_RETRY: Any = ()
+    told: tuple[list[tuple[str, int]], dict[str, Any]]  #: the nodes that its URL named, and what else it said
+
+
+class _Cluster:
+    """A synchronous cluster client, made when it is first needed: making it asks the nodes, and they may be away."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._lock = url, threading.Lock()
+        self._made: _SyncCluster | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            self._made = self._made or self._make()
+        return getattr(self._made, name)
+
+    def _make(self) -> _SyncCluster:
+        nodes, options = _nodes(self._url)
+        return _SyncCluster(
+            startup_nodes=[redis.cluster.ClusterNode(host, port) for host, port in nodes],
+            retry=Retry(ConstantBackoff(0.05), 1),
+            socket_timeout=EXCHANGE_S,
+            socket_connect_timeout=CONNECT_S,
+            require_full_coverage=False,  # the models of a node that is away are away, and no other
+            max_connections=CONNECTIONS,
+            **options,
+        )
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+
+def _async_cluster(url: str, timeout_s: float) -> _AsyncCluster:
+    nodes, options = _nodes(url)
+    client = _AsyncCluster(
+        startup_nodes=[redis.asyncio.cluster.ClusterNode(host, port) for host, port in nodes],
+        retry=redis.asyncio.retry.Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=CONNECT_S,
+        require_full_coverage=False,
+        max_connections=CONNECTIONS,
+        **options,
+    )
+    client.told = nodes, options
+    return client
+
+
+def _one_node(client: _AsyncCluster) -> redis.asyncio.Redis:
+    """A client of one of its nodes, for one subscription: redis-py's own, of a cluster, begins only after a command."""
+    nodes, options = client.told
+    host, port = random.choice([(node.host, node.port) for node in client.get_primaries()] or nodes)
+    retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
+    return redis.asyncio.Redis(
+        host=host, port=int(port), socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry, **options
+    )
+
+
+def _nodes(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """The nodes that a cluster's URL names, and what else it says."""
+    scheme, _, rest = url.replace("+cluster", "").partition("://")
+    named, slash, more = rest.partition("/")
+    who, at, hosts = named.rpartition("@")
+    options = [redis.connection.parse_url(f"{scheme}://{who}{at}{host}{slash}{more}") for host in hosts.split(",")]
+    nodes = [(one.pop("host", "localhost"), one.pop("port", 6379)) for one in options]
+    secure = options[0].pop("connection_class", None) is not None
+    return nodes, {**options[0], **({"ssl": True} if secure else {})}
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """A cluster none of whose nodes answers is a store that is away. redis-py has no error of its own for that."""
+    try:
+        yield
+    except RedisClusterException as e:
+        if isinstance(e, SlotNotCoveredError) or "cannot be connected" in str(e):
+            raise RedisConnectionError(str(e)) from e
+        raise
 
 
 def listener(url: str) -> redis.Redis:
-    """A synchronous client for one subscription: no silent retry, and a server that says nothing at all is away."""
+    """A synchronous client for one subscription: no silent retry, and a server that says nothing at all is away.
+
+    Of a cluster it is one node, any: every node hears what is published at any.
+    """
     retry = Retry(NoBackoff(), 0)
+    if "+cluster://" in url:
+        nodes, options = _nodes(url)
+        host, port = random.choice(nodes)
+        return redis.Redis(
+            host=host, port=port, socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry, **options
+        )
     return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry)
 
 
@@ -243,5 +375,8 @@ AWAY = (
     OutOfMemoryError,
     MasterDownError,
     ClusterDownError,
+    ClusterError,
+    TryAgainError,
+    AskError,  # and MovedError: a slot that moves on and on
     OSError,
 )

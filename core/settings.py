@@ -36,13 +36,16 @@ class Settings(BaseModel):
     web_processes: int = Field(1, ge=1, le=64)
     lease_ms: int = Field(0, ge=0, le=120_000)  #: 0: 3 s on a GPU; 10 s on the CPU, whose busy cores starve the loop
     drain_s: float = Field(30.0, ge=0, le=3600)  #: how long running requests may go on after SIGTERM
-    buffer_s: float = Field(20.0, ge=1, le=600)  #: how long a worker keeps tokens for a store that is away
+    buffer_s: float = Field(60.0, ge=1, le=600)  #: how long a worker keeps tokens for a store that is away
+    lost_s: float = Field(30.0, ge=1, le=3600)  #: how long after a gateway's death its streams may be come back for
+    chat_keepalive: Literal["comment", "chunk", "off"] = "comment"  #: of a silent chat stream
     host_id: str = ""  #: this machine's name in the fleet; empty: its hostname
     tick_ms: int = Field(1000, ge=50, le=60_000)  #: how often the scaler looks
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing
     pepper: str = ""  #: secret that API keys are hashed with; empty: `secrets/pepper` in the data folder
     salt: str = ""  #: secret that cache salts are derived from; empty: `secrets/salt` in the data folder
     supervised: bool = False  #: set by our supervisor: end when it is gone
+    engine_of: str = ""  #: set by the host's agent: whose worker, and whose engine's processes, these are
 
     def lease(self, *, on_cpu: bool) -> tuple[int, int]:
         """A worker's lease and its beat, ms. At least two beats may be lost before the lease runs out.

@@ -100,6 +100,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stream: bool = True  #: False: nothing reaches the client before the end
     expected_tokens: int = 0  #: output that such requests usually come to; 0: not known, max_tokens
     preferred: tuple[str, ...] = ()  #: workers that hold its prefix, best first
+    steal_ms: int = 0  #: how long it waits for one of them before another worker may have it
     prefix: tuple[bytes, ...] = ()  #: hashes of its prefix, at the checkpoints of core/prefix.py
     linger_ms: int = 0  #: how long it may go on after its client went away, for the client to come back
     patience_ms: int = 0  #: how long it may wait in the queue before nobody wants the answer; 0: as long as it takes

@@ -20,6 +20,7 @@ COMMANDS = {
     "org": ("ops.commands.org:command", "Organisations and projects."),
     "key": ("ops.commands.key:command", "API keys."),
     "model": ("ops.commands.model:command", "Models and their prices."),
+    "queue": ("ops.commands.queue:command", "What waits and runs, and dead letters."),
     "usage": ("ops.commands.usage:command", "Tokens and money, by hour."),
     "bench": ("ops.commands.bench:command", "Measure this build."),
 }

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +25,12 @@ from redis.retry import Retry
 #: A Unix socket's path may have 107 bytes; Postgres appends a name of its own.
 _SOCKET_PATH_MAX = 80
 _START_S = 30.0
+#: The server's scripts make and drop hundreds of small values a call. The C library's allocator keeps seven of each size
+#: at hand by default and looks for the rest all over the heap: a call costs a third more then, the more the more waits.
+_ALLOCATOR = "glibc.malloc.tcache_count=2000"
+#: Hash slots of a cluster.
+_SLOTS = 16384
+_PORT_TRIES = 3
 #: Postgres refuses to run as root. Started by root, it runs as this account ("nobody" on every Linux) and keeps
 #: only the right to pass folders that are closed to others, so that no permission of a parent folder is loosened.
 _ROOT_RUNS_AS = 65534
@@ -40,6 +47,10 @@ class Embedded:
     url: str
     pid: int
     stop: Callable[[], None]
+
+    def has_ended(self) -> bool:
+        """Its process is gone, whoever ended it."""
+        return _has_ended(self.pid)
 
 
 def socket_folder(data: Path) -> Path:
@@ -68,11 +79,79 @@ def start_valkey(data: Path) -> Embedded:
             "--maxmemory-policy", "noeviction", "--pidfile", str(pidfile), "--logfile", str(folder / "valkey.log"),
             "--daemonize", "yes",
         ]  # fmt: skip
-        subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        env = {"GLIBC_TUNABLES": _ALLOCATOR} | os.environ
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env)
         _until(lambda: _answers(client), f"Valkey did not start; see {folder / 'valkey.log'}")
     pid = int(client.info("server")["process_id"])
     client.close()
     return Embedded(url=url, pid=pid, stop=lambda: _end(pid, signal.SIGTERM))
+
+
+def start_cluster(data: Path, *, nodes: int = 2) -> Embedded:
+    """Start a Valkey cluster on this machine's loopback, each node with an equal share of the slots. For trying things
+    out and for tests: `forebay up` needs none."""
+    started = [_start_node(data.resolve() / f"node-{n}") for n in range(nodes)]
+    clients = [_client(port) for port, _, _ in started]
+    port, bus, pid = started[0]
+    for n, client in enumerate(clients):
+        first, end = n * _SLOTS // nodes, (n + 1) * _SLOTS // nodes
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+        client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
+        if n > 0:
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+    _until(lambda: all(_is_whole(client, nodes) for client in clients), "the cluster's nodes did not find each other")
+    for client in clients:
+        client.close()
+
+    def stop() -> None:
+        for _, _, node in started:
+            _end(node, signal.SIGTERM)
+
+    return Embedded(url=f"redis+cluster://127.0.0.1:{port}", pid=pid, stop=stop)
+
+
+def _start_node(folder: Path) -> tuple[int, int, int]:
+    """One node: its port, the port it talks to the others on, its process."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for _ in range(_PORT_TRIES):  # somebody else may take the port first
+        port, bus = _free_ports(2)
+        words = [
+            str(_valkey_server()), "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes",
+            "--cluster-port", str(bus), "--cluster-node-timeout", "2000", "--dir", str(folder), "--save", "",
+            "--appendonly", "no", "--maxmemory-policy", "noeviction", "--logfile", str(folder / "valkey.log"),
+            "--daemonize", "yes",
+        ]  # fmt: skip
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        client = _client(port)
+        try:
+            _until(lambda client=client: _answers(client), "a node did not start")  # type: ignore[misc]
+            return port, bus, int(client.info("server")["process_id"])
+        except StoreFailed:
+            (folder / "nodes.conf").unlink(missing_ok=True)
+        finally:
+            client.close()
+    raise StoreFailed(f"no node of a cluster started; see {folder / 'valkey.log'}")
+
+
+def _client(port: int) -> redis.Redis:
+    return redis.Redis(port=port, socket_timeout=1, retry=Retry(NoBackoff(), 0))
+
+
+def _is_whole(client: redis.Redis, nodes: int) -> bool:
+    said = client.execute_command("CLUSTER", "INFO")
+    found = said if isinstance(said, dict) else dict(line.split(":") for line in said.decode().split())
+    return found["cluster_state"] == "ok" and int(found["cluster_known_nodes"]) == nodes
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def start_postgres(data: Path) -> Embedded:
@@ -91,7 +170,7 @@ def start_postgres(data: Path) -> Embedded:
         options = f"-k {sockets} -c listen_addresses= -c max_connections=100 -c shared_buffers=64MB"
         _postgres("pg_ctl", "-D", cluster, "-w", "-t", "30", "-l", folder / "postgres.log", "-o", options, "start")
     _make_database(sockets)
-    pid = int((cluster / "postmaster.pid").read_text().splitlines()[0])
+    pid = _postmaster(cluster)
     url = f"postgresql+psycopg2://forebay@/forebay?host={sockets}"
     return Embedded(url=url, pid=pid, stop=lambda: _postgres("pg_ctl", "-D", cluster, "-m", "fast", "-w", "stop"))
 
@@ -99,7 +178,10 @@ def start_postgres(data: Path) -> Embedded:
 def _make_database(sockets: Path) -> None:
     import psycopg2
 
-    connection = psycopg2.connect(host=str(sockets), user="forebay", dbname="postgres")
+    try:
+        connection = psycopg2.connect(host=str(sockets), user="forebay", dbname="postgres")
+    except psycopg2.OperationalError as e:
+        raise StoreFailed(f"Postgres does not answer: {e}") from e
     try:
         connection.autocommit = True
         with connection.cursor() as cursor:
@@ -132,11 +214,16 @@ def _unprivileged() -> list[str]:
 
 
 def _running(cluster: Path) -> bool:
+    """Whether the cluster's server runs. To pg_ctl one that is dead and not yet buried still does."""
     try:
         _postgres("pg_ctl", "-D", cluster, "status")
-    except StoreFailed:
+        return not _has_ended(_postmaster(cluster))
+    except (StoreFailed, FileNotFoundError):
         return False
-    return True
+
+
+def _postmaster(cluster: Path) -> int:
+    return int((cluster / "postmaster.pid").read_text().splitlines()[0])
 
 
 def _package(name: str) -> Path:

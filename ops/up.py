@@ -17,8 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ READY_S = 1800.0
 LOOK_S = 0.2
 #: A silent wait says that it is still there, seconds.
 SAY_S = 10.0
+#: Pause before a store that did not come back is started again, seconds.
+STORE_PAUSE_S = 2.0
 
 _PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
 
@@ -72,6 +74,8 @@ class _Platform:
         self.stack = stack
         self.console = Console(stderr=True, highlight=False)
         self.pids: dict[str, int] = {"up": os.getpid()}
+        self.stores: dict[str, tuple[stores.Embedded, Callable[[Path], stores.Embedded]]] = {}
+        self._stores_at_mono = 0.0
         self.signals = 0
         self.mourned: set[str] = set()
         # The host agent waits as long and a grace for its workers, and is waited for in its turn.
@@ -111,6 +115,7 @@ class _Platform:
         pids = self._all_pids()
         while not self.signals:
             self.supervisor.tend()
+            self._tend_stores()
             self._show_errors()
             if pids != (pids := self._all_pids()):
                 self._announce(self.key, self.model)
@@ -143,10 +148,28 @@ class _Platform:
             if getattr(self.settings, field):
                 continue
             self._going_on(f"Starting {name}")
-            store = start(self.settings.data)
-            self.stack.callback(self._stop_store, name, store)
-            self.pids[name] = store.pid
-            self._change(**{field: store.url})
+            self._start_store(name, start)
+            self.stack.callback(self._stop_store, name)
+            self._change(**{field: self.stores[name][0].url})
+
+    def _start_store(self, name: str, start: Callable[[Path], stores.Embedded]) -> None:
+        store = start(self.settings.data)
+        self.stores[name] = (store, start)
+        self.pids[name] = store.pid
+
+    def _tend_stores(self) -> None:
+        """A store of ours that has ended is started again, on what it has written; the others wait for it meanwhile."""
+        if time.monotonic() < self._stores_at_mono:
+            return
+        for name, (store, start) in list(self.stores.items()):
+            if not store.has_ended():
+                continue
+            self._say(f"{name} ended and is started again")
+            try:
+                self._start_store(name, start)
+            except (stores.StoreFailed, OSError, subprocess.SubprocessError) as e:
+                self._say(f"{name} did not start: {e}")
+                self._stores_at_mono = time.monotonic() + STORE_PAUSE_S
 
     def _release(self, argv: tuple[str, ...] | None) -> None:
         """Run the release line to its end: no process of a new release meets the old schema."""
@@ -179,6 +202,7 @@ class _Platform:
         with self.console.status("starting") as status:
             while True:
                 self.supervisor.tend()
+                self._tend_stores()
                 self._show_errors()
                 ready, waiting = look(self.settings.bind, self.settings.port)
                 passed_s = time.monotonic() - start_mono
@@ -201,9 +225,11 @@ class _Platform:
         self.supervisor.stop()
         self._say("Every process has ended")
 
-    def _stop_store(self, name: str, store: stores.Embedded) -> None:
+    def _stop_store(self, name: str) -> None:
         self._say(f"Stopping {name}")
-        store.stop()
+        store, _ = self.stores[name]
+        with suppress(stores.StoreFailed) if store.has_ended() else nullcontext():
+            store.stop()
 
     def _process(self, name: str, argv: tuple[str, ...]) -> supervise.Process:
         env = environment(self.environ, self.settings, name)

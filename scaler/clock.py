@@ -146,7 +146,7 @@ class Clock:
         if held is None:
             self.store.run(counters.forget(org_id, request_id))
             return
-        [seen] = self.store.run(Queue(held.model).watch("sweep", [request_id], lease_ms=1))
+        seen = self.store.run(Queue(held.model).peek(request_id))
         if seen.state == "unknown":
             log.warning("hold_swept", request_id=request_id)
             self.store.run(counters.settle(org_id, request_id, held.scopes, 0))

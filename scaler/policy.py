@@ -1,7 +1,8 @@
 """How many workers each model should have, and where. Pure: a snapshot and the memory of the last look in, a plan out.
 
 Thin for now: as many workers as the queued and running requests fill, within the catalogue's bounds; up at once,
-down only after the smaller number has sufficed for a while, so that a lull costs no cold start.
+down only after the smaller number has sufficed for a while, so that a lull costs no cold start. A model that a request
+found without a worker gets one at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     oldest_wait_ms: int
     workers: int  #: in any state but gone
+    wanted: bool = False  #: a request came while no worker was alive, and none has appeared since
 
 
 class HostSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +84,10 @@ def _before(model: ModelSnapshot, hosts: list[HostSnapshot], memory: Memory) -> 
 def _decide(model: ModelSnapshot, before: int, memory: Memory, now_ms: int) -> tuple[Decision, tuple[int, int] | None]:
     """The decision, and since when fewer would suffice, and how many of them."""
     work = model.waiting + model.running
-    wanted = min(max(-(-work // model.slots), model.least), model.most)
+    wanted = min(max(-(-work // model.slots), model.least, int(model.wanted)), model.most)
     facts = f"{model.waiting} wait and {model.running} run on {model.slots} slots a worker"
+    if model.wanted:
+        facts += ", and a request found no worker"
     if wanted > before:
         return _decision(model, wanted, "grow", f"{facts}: {wanted} are needed"), None
     if wanted == before:

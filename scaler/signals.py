@@ -11,6 +11,9 @@ from scaler.policy import HostSnapshot, ModelSnapshot
 from scaler.providers import Provider
 from tasks.queue import Depth, Queue
 
+#: A worker in one of these states will claim, or does.
+_COMING = frozenset(WorkerState) - {WorkerState.DRAINING, WorkerState.GONE}
+
 
 def look(store: Store, models: Catalog, provider: Provider) -> tuple[list[ModelSnapshot], list[HostSnapshot]]:
     """The state of everything now. It also runs the queues' timers, which otherwise only claims and beats do.
@@ -20,11 +23,24 @@ def look(store: Store, models: Catalog, provider: Provider) -> tuple[list[ModelS
     """
     depths = store.run_all([Queue(name).tick() for name in models])
     workers = store.run_all([fleet.workers(name) for name in models])
-    seen = [_model(model, depth, rows) for model, depth, rows in zip(models.values(), depths, workers, strict=True)]
+    wanted = _wanted(store, models, workers)
+    seen = [
+        _model(model, depth, rows, model.name in wanted)
+        for model, depth, rows in zip(models.values(), depths, workers, strict=True)
+    ]
     return seen, [_host(store, host) for host in provider.hosts()]
 
 
-def _model(model: Model, depth: Depth, workers: list[fleet.Worker]) -> ModelSnapshot:
+def _wanted(store: Store, models: Catalog, workers: list[list[fleet.Worker]]) -> set[str]:
+    """The models that a worker was asked for and has not appeared. A worker that is there answers the asking."""
+    asked = store.run(fleet.wanted())
+    there = {name for name, rows in zip(models, workers, strict=True) if any(row.state in _COMING for row in rows)}
+    answered = [name for name in asked if name in there or name not in models]
+    store.run_all([fleet.met(name) for name in answered])
+    return set(asked) - set(answered)
+
+
+def _model(model: Model, depth: Depth, workers: list[fleet.Worker], wanted: bool) -> ModelSnapshot:
     _measure(model, depth, workers)
     return ModelSnapshot(
         model=model.name,
@@ -35,6 +51,7 @@ def _model(model: Model, depth: Depth, workers: list[fleet.Worker]) -> ModelSnap
         running=depth.running,
         oldest_wait_ms=depth.oldest_wait_ms,
         workers=len(workers),
+        wanted=wanted,
     )
 
 

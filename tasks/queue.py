@@ -13,7 +13,7 @@
 | view:<id> | STRING    | enqueue; finish, cancel | web             | how to show the stream again; FORGET_MS past its end |
 | claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                        |
 | leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms         |
-| rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots it had left after its last claim   |
+| rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots left after its last claim; * below |
 | saving    | HASH      | claim, endings          | claim           | worker -> large request it saves KV cache for      |
 | sums      | HASH      | claim, cancel, endings  | beat            | worker -> sum over its claims, 48 bits             |
 | nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost       |
@@ -29,6 +29,8 @@
 | gateways  | ZSET      | watch, enqueue, attach  | timers          | gateway -> when what is open there is orphaned, ms |
 | homes     | ZSET, lex | enqueue, attach, ends   | timers          | `gateway|id` of open requests                      |
 | usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts                |
+
+* 0 when something did not fit; below 0 when that was only for the prompts before it, which are soon computed.
 
 Channels: `gateway:<id>` frames, endings and takeovers (core/stream), `worker:<id>` Orders for that worker, `urgent` the
 class of something urgent that found no room.
@@ -64,7 +66,9 @@ _KEYS = (
 _VERBS = (
     "enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "attach", "logs_of", "mend", "tick",
 )  # fmt: skip
-_SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS)
+_SCRIPTS = scripts(
+    Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS, last="settle()"
+)
 
 #: How long a body outlives everything that should have deleted it, ms.
 BODY_MS = 24 * 3600 * 1000
@@ -76,8 +80,11 @@ WATCH_MAX = 500
 GATEWAY_LEASE_MS = 5_000
 #: How long after that what was open there may still be attached to, ms. Then it ends as `gateway_lost`.
 LOST_MS = 30_000
-#: How long a request waits for the worker that holds its prefix, while that has room, ms.
-STEAL_MS = 200
+#: How long a request waits at most for the worker that holds its prefix, while that has room, ms. (Measured with
+#: `forebay bench prefix`: what is stolen is computed again, and takes another prefix's place in the thief's cache.)
+STEAL_MS = 3_000
+#: A class that stands for no class: nothing waits.
+NOBODY = 9
 #: How many of a tenant's next requests a claim looks through for one that prefers its worker.
 SCAN = 16
 
@@ -107,6 +114,7 @@ class Task:
     need_tokens: int = 0  #: KV cache it will probably come to: input and expected output
     most_tokens: int = 0  #: and at most: input and max_tokens
     preferred: tuple[str, ...] = ()  #: workers that hold its prefix, best first, at most three
+    steal_ms: int = STEAL_MS  #: how long it waits for one of them before another worker may have it
     weight: float = 1.0  #: a tenant of weight 2 gets twice the tokens of one of weight 1
     patience_ms: int = 0  #: how long it may wait before it is ended unrun; 0: as long as it takes
     delay_ms: int = 0
@@ -136,13 +144,12 @@ class Room:
     prefill_tokens: tuple[int, int, int, int] = (2**40,) * 4  #: per class: what may be added to the prefill backlog
     idle: bool = True  #: nothing is being prefilled: the next request fits, however long
     reserve: int = 0  #: slots that what cannot be preempted must leave free
-    below: int = 9  #: only classes below this: what a full worker would preempt for
+    below: int = NOBODY  #: only classes below this: what a full worker would preempt for
     steal_ms: int = STEAL_MS
     scan: int = SCAN
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's right to one attempt."""
 
     id: str
@@ -150,6 +157,9 @@ class Claim:
     message: bytes = b""
     gateway: str = ""  #: where its stream is open
     trail: str = ""  #: the worker whose log holds what was delivered and is not saved
+    cls: int = Class.DEFAULT
+    input_tokens: int = 0
+    need_tokens: int = 0  #: KV cache it will probably come to
     cancelled: bool = False
 
 
@@ -157,19 +167,23 @@ class Claim:
 class Claimed:
     claims: tuple[Claim, ...]
     due_ms: int  #: until there may be more; -1: no telling
-    passed: bool = False  #: something waits that did not fit
+    passed_class: int = NOBODY  #: the most urgent class of which something waits that did not fit
+
+    @property
+    def passed(self) -> bool:
+        """Something waits that did not fit."""
+        return self.passed_class < NOBODY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beaten:
     """What the queue says to a beat."""
 
-    urgent: int  #: the most urgent class in which something waits; 9: nothing does
+    urgent: int  #: the most urgent class in which something waits, or NOBODY
     claims: dict[str, Claim] | None  #: None: it agrees on the claims; else the claims as it has them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one attempt, as its worker tells it."""
 
     claim: Claim
@@ -260,6 +274,7 @@ def generation(request: Request, view: bytes = b"") -> Task:
         need_tokens=input_tokens + (request.expected_tokens or request.sampling.max_tokens),
         most_tokens=input_tokens + request.sampling.max_tokens,
         preferred=request.preferred,
+        steal_ms=request.steal_ms,
         patience_ms=request.patience_ms,
         facts=facts(request),
         body=msgspec.msgpack.encode(request),
@@ -270,8 +285,9 @@ def generation(request: Request, view: bytes = b"") -> Task:
 class Queue:
     """Builds the Calls of one model's queue."""
 
-    def __init__(self, model: str, bounds: Bounds = Bounds()) -> None:
-        self.model, self.bounds = model, bounds
+    def __init__(self, model: str, bounds: Bounds = Bounds(), *, home_ms: int = GATEWAY_LEASE_MS + LOST_MS) -> None:
+        """`home_ms`: a gateway that has not watched for so long is given up, with what is open there."""
+        self.model, self.bounds, self.home_ms = model, bounds, home_ms
         self.prefix = tag(model)
         self.keys = tuple(self.prefix + name for name in _KEYS)
         self.wake_key = self.prefix + "wake"
@@ -290,8 +306,8 @@ class Queue:
             "class": int(task.cls), "tenant": task.tenant, "owner": task.owner, "gateway": task.gateway,
             "rerunnable": task.rerunnable, "input": task.input_tokens, "need": task.need_tokens,
             "most": task.most_tokens, "preferred": ",".join(task.preferred), "patience_ms": task.patience_ms,
-            "weight": task.weight, "delay_ms": task.delay_ms, "due_ms": DUE_MS[Class(task.cls)],
-            "home_ms": GATEWAY_LEASE_MS + LOST_MS, "attempt": attempt, "shown": shown,
+            "steal_ms": task.steal_ms, "weight": task.weight, "delay_ms": task.delay_ms,
+            "due_ms": DUE_MS[Class(task.cls)], "home_ms": self.home_ms, "attempt": attempt, "shown": shown,
             "waiting_max": self.bounds.waiting, "tokens_max": self.bounds.tokens,
             "tenant_waiting_max": self.bounds.tenant_waiting, "tenant_tokens_max": self.bounds.tenant_tokens,
         }  # fmt: skip
@@ -325,20 +341,22 @@ class Queue:
     ) -> Call[bool]:
         """End a request. False: fenced, somebody else has it. True also for a repeat."""
         close = Close(claim=claim, outcome=outcome, usage=usage, message=message, dead=dead)
-        return replace(self.finish_all(worker, [close]), reply=lambda raw: bool(raw[0]))
+        ended: Call[Any] = self.finish_all(worker, [close])
+        return replace(ended, reply=lambda raw: bool(raw[0]))
 
     def finish_all(self, worker: str, closes: Sequence[Close]) -> Call[list[bool]]:
         """End requests in one exchange, each by itself; as `finish`."""
-        words: list[Any] = []
-        extra: list[str] = []
-        for close in closes:
-            claim, used = close.claim, close.usage
-            words += (
-                claim.id, claim.attempt, close.outcome.value, used.input_tokens, used.cached_tokens,
-                used.output_tokens, used.reasoning_tokens, close.message, int(close.dead),
-            )  # fmt: skip
-            extra += self._own_keys(claim.id)
-        return self._call("finish", worker, *words, extra=extra, reply=lambda raw: [bool(ended) for ended in raw])
+        told = [
+            (
+                close.claim.id, close.claim.attempt, close.outcome.value, close.usage.input_tokens,
+                close.usage.cached_tokens, close.usage.output_tokens, close.usage.reasoning_tokens, close.message,
+                close.dead,
+            )
+            for close in closes
+        ]  # fmt: skip
+        extra = [key for close in closes for key in self._own_keys(close.claim.id)]
+        packed = msgspec.msgpack.encode(told)
+        return self._call("finish", worker, packed, extra=extra, reply=lambda raw: [bool(ended) for ended in raw])
 
     def hand_back(
         self, worker: str, claims: Sequence[Claim], reason: str = "its worker gave it back", *, died: bool = False
@@ -347,20 +365,19 @@ class Queue:
         pairs = (word for claim in claims for word in (claim.id, claim.attempt))
         return self._call("hand_back", worker, reason, int(died), *pairs, reply=int)
 
-    def cancel(self, request_id: str) -> Call[str]:
-        """The caller wants it no more: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told)."""
-        return self._call("cancel", request_id, extra=self._own_keys(request_id), reply=_text)
+    def cancel(self, request_id: str, gateway: str = "") -> Call[str]:
+        """The caller wants it no more: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told);
+        "elsewhere": its stream has moved from the gateway that says so, which may not have learned of it yet."""
+        return self._call("cancel", request_id, gateway, extra=self._own_keys(request_id), reply=_text)
 
-    def watch(self, gateway: str, ids: Sequence[str], *, home_ms: int = GATEWAY_LEASE_MS + LOST_MS) -> Call[Watched]:
+    def watch(self, gateway: str, ids: Sequence[str]) -> Call[Watched]:
         """A gateway is alive, and asks after its open requests, at most WATCH_MAX of them."""
         assert len(ids) <= WATCH_MAX, "ask in pieces"
-        return self._call("watch", gateway, home_ms, *ids, reply=_watched)
+        return self._call("watch", gateway, self.home_ms, *ids, reply=_watched)
 
-    def attach(
-        self, request_id: str, owner: str, gateway: str, *, home_ms: int = GATEWAY_LEASE_MS + LOST_MS
-    ) -> Call[Seen]:
+    def attach(self, request_id: str, owner: str, gateway: str) -> Call[Seen]:
         """Move a stream to this gateway. "unknown" also when it is not this owner's."""
-        return self._call("attach", request_id, owner, gateway, home_ms, reply=_seen)
+        return self._call("attach", request_id, owner, gateway, self.home_ms, reply=_seen)
 
     def logs_of(self, request_id: str) -> Call[list[str]]:
         """The workers whose logs hold what was delivered of a request and is not saved, in order."""
@@ -381,13 +398,17 @@ class Queue:
         return self._call("mend", "show", request_id, extra=extra, reply=lambda raw: _letter(raw) if raw else None)
 
     def retry_dead(self, request_id: str) -> Call[str]:
-        """Let it wait again: "retried", "unknown", or "gone", when its body is."""
+        """Let it wait again: "retried", "unknown", "gone", when its body is, or "open": it waits or runs already."""
         return self._call("mend", "retry", request_id, extra=[self._body_key(request_id)], reply=_text)
 
     def purge_dead(self, request_id: str) -> Call[bool]:
         return self._call("mend", "purge", request_id, extra=[self._body_key(request_id)], reply=bool)
 
     # --- what lies beside the scripts
+
+    def peek(self, request_id: str) -> Call[Seen]:
+        """A request's state, for whoever has no part in it."""
+        return command("HGET", self.prefix + "rows", request_id, reply=_peeked)
 
     def body(self, request_id: str) -> Call[bytes | None]:
         """The body of a request; None when it has ended."""
@@ -453,12 +474,17 @@ def _accepted(raw: list[Any]) -> Accepted:
 
 def _claimed(raw: list[Any]) -> Claimed:
     flat, due_ms, passed = raw
-    fives = zip(flat[0::5], flat[1::5], flat[2::5], flat[3::5], flat[4::5], strict=True)
-    claims = tuple(
-        Claim(id=_text(i), attempt=int(attempt), gateway=_text(gateway), trail=_text(trail), message=message)
-        for i, attempt, gateway, trail, message in fives
-    )
-    return Claimed(claims=claims, due_ms=int(due_ms), passed=bool(passed))
+    claims = tuple(_claim(*flat[at : at + 8]) for at in range(0, len(flat), 8))
+    return Claimed(claims=claims, due_ms=int(due_ms), passed_class=int(passed))
+
+
+def _claim(
+    i: Any, attempt: Any, gateway: Any, trail: Any, cls: Any, input_tokens: Any, need_tokens: Any, message: Any
+) -> Claim:
+    return Claim(
+        id=_text(i), attempt=int(attempt), gateway=_text(gateway), trail=_text(trail), cls=int(cls),
+        input_tokens=int(input_tokens), need_tokens=int(need_tokens), message=message,
+    )  # fmt: skip
 
 
 def _beaten(raw: list[Any]) -> Beaten:
@@ -491,6 +517,22 @@ def _seen(raw: Any) -> Seen:
     if state == "running":
         return Seen(state="running", attempt=int(raw[1]))
     return Seen(state="waiting", place=int(raw[-1]))
+
+
+class _Row(msgspec.Struct):
+    """The fields of a row that Python reads."""
+
+    state: str
+    attempt: int
+    ending: Ending | None = None
+
+
+def _peeked(raw: bytes | None) -> Seen:
+    if raw is None:
+        return Seen(state="unknown")
+    row = msgspec.msgpack.decode(raw, type=_Row)
+    state: Any = row.state if row.state in ("running", "ended") else "waiting"
+    return Seen(state=state, attempt=row.attempt, ending=row.ending)
 
 
 def _depth(raw: list[Any]) -> Depth:

@@ -13,11 +13,13 @@ import asyncio
 import inspect
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import dramatiq
+import msgspec
 from dramatiq.broker import MessageProxy
 from dramatiq.errors import ActorNotFound
 from dramatiq.message import Message
@@ -25,8 +27,8 @@ from dramatiq.middleware import AsyncIO, ShutdownNotifications, SkipMessage, Tim
 
 from core.redis import AWAY, AsyncStore, RedisError, command
 from core.telemetry import logs, metrics
-from core.values import Outcome, Usage
-from tasks.queue import Claim, Close, Order, Queue, Room, order
+from core.values import Class, Outcome, Usage
+from tasks.queue import NOBODY, Claim, Claimed, Close, Order, Queue, Room, order
 
 log = logs.get(__name__)
 
@@ -34,6 +36,12 @@ log = logs.get(__name__)
 IDLE_S = 2.0
 #: Longest a worker waits before it asks again for what did not fit, seconds.
 PASSED_S = 0.25
+#: And at the soonest, seconds: an engine step is longer.
+AGAIN_S = 0.005
+#: Who may have somebody preempted: classes up to this one, behind which a person waits.
+URGENT = Class.INTERACTIVE
+#: How many of those that may be preempted are tried, until something urgent fits in the place of one.
+VICTIMS_MAX = 3
 #: Pause after the store was away, seconds.
 PAUSE_S = 0.1
 #: Output that a tenant is charged for before its request ends: often enough to be fair, too seldom to cost a beat much.
@@ -41,7 +49,7 @@ SERVED_TOKENS = 64
 #: Most endings in one exchange.
 FINISH_MAX = 64
 #: Most claims in one exchange.
-CLAIM_MAX = 32
+CLAIM_MAX = 64
 
 
 @dataclass
@@ -50,21 +58,49 @@ class Held:
 
     claim: Claim
     task: asyncio.Task[None] | None = None
+    cut: int = 0  #: output of earlier attempts, from which this one goes on; its usage counts that too
     usage: Usage = field(default_factory=Usage)  #: counted so far; what a cancelled request is billed for
     let_go: str = ""  #: why its task was stopped: "cancelled", "fenced", "handed back"
     begun: bool = False  #: asyncio drops a task that is cancelled before its first step, its `finally` too
+    ended: bool = False  #: it is over but for the telling
     finishing: bool = False
     served_tokens: int = 0  #: output that its tenant was charged for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class Victim:
+    """A claim in hand that may be handed back for something more urgent, and the room there would be without it."""
+
+    id: str
+    cls: int
+    room: Room
+
+
+def no_victims(_cls: int) -> Sequence[Victim]:
+    return ()
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor says of the end of its task. Any other return value means completed."""
 
     outcome: Outcome
     usage: Usage = Usage()
     message: str = ""
     dead: bool = False  #: nobody could run it: it is kept as a dead letter
+
+
+_COMPLETED = Finished(outcome=Outcome.COMPLETED)
+
+
+async def _within(limit_s: float, work: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(limit_s):
+        return await work
+
+
+@cache
+def _ended_counter(model: str, outcome: str) -> Any:
+    """The counter of these endings: to look it up costs three times what it costs to count."""
+    return metrics.tasks_ended.labels(model, outcome)
 
 
 class Runner:
@@ -82,9 +118,12 @@ class Runner:
         beat_ms: int,
         room: Callable[[], int],
         headroom: Callable[[], Room] = Room,
+        victims: Callable[[int], Sequence[Victim]] = no_victims,
+        again_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`room`: free slots; `headroom`: what else the engine can take. `blocking` is a client for the waits: its
-        time-out must be longer than IDLE_S."""
+        """`room`: free slots; `headroom`: what else the engine can take; `victims`: whom to preempt for a class, best
+        first; `again_s`: when what did not fit may, 0: no telling. `blocking` is a client for the waits: its time-out
+        must be longer than IDLE_S."""
         unfit = [
             type(m).__name__ for m in broker.middleware if isinstance(m, TimeLimit | ShutdownNotifications | AsyncIO)
         ]
@@ -92,16 +131,20 @@ class Runner:
             raise ValueError(f"{', '.join(unfit)} work on threads; the runner has its own time limit and cancellation")
         self.broker, self.store, self.blocking, self.queue = broker, store, blocking, queue
         self.worker, self.lease_ms, self.beat_ms = worker, lease_ms, beat_ms
-        self.room, self.headroom = room, headroom
+        self.room, self.headroom, self.victims, self.again_s = room, headroom, victims, again_s
         self.held: dict[str, Held] = {}
+        #: What must be put away before requests go back.
+        self.before_back: Callable[[list[Held]], Awaitable[None]] | None = None
         self.draining = asyncio.Event()
-        self._changed = asyncio.Event()  #: room may have appeared, or the last claim is gone
+        self._changed = asyncio.Event()  #: room may have appeared, or be wanted, or the last claim is gone
+        self._urgent: int = NOBODY  #: a class of which something waits, and found no room
         self._vouched = asyncio.Condition()  #: a beat has succeeded
         self._vouched_s = float("-inf")
         self._strays: set[str] = set()
         self._ending: list[tuple[Close, asyncio.Future[bool]]] = []  #: endings on their way to the store
         self._ended = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
+        self._going_back: set[asyncio.Task[None]] = set()
 
     # --- life
 
@@ -116,15 +159,19 @@ class Runner:
         self.broker.emit_after("worker_boot", self)
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    async def drain(self, limit_s: float) -> None:
-        """Claim nothing more; let what runs end for `limit_s`; hand the rest back; leave."""
+    async def drain(self, limit_s: float, *, reason: str = "its worker was shut down", died: bool = False) -> None:
+        """Claim nothing more; let what runs end for `limit_s`; hand the rest back; leave.
+
+        `died`: the engine did, perhaps of one of them, which counts as a loss of each.
+        """
         self.broker.emit_before("worker_shutdown", self)
         self.draining.set()
         self._changed.set()
         deadline = time.monotonic() + limit_s
         while self.held and time.monotonic() < deadline:
+            self._changed.clear()
             await self._change(deadline - time.monotonic())
-        await self._hand_back(list(self.held.values()))
+        await self._hand_back(list(self.held.values()), reason, died=died)
         # redis-py's pub/sub may swallow a cancellation: ask until all have gone.
         while going := [task for task in self._background if not task.done()]:
             for task in going:
@@ -134,7 +181,6 @@ class Runner:
         self.broker.emit_after("worker_shutdown", self)
 
     async def _change(self, timeout_s: float) -> None:
-        self._changed.clear()
         try:
             async with asyncio.timeout(max(timeout_s, 0)):
                 await self._changed.wait()
@@ -144,27 +190,69 @@ class Runner:
     # --- claims
 
     async def _claims(self) -> None:
-        nonce = ""
         while not self.draining.is_set():
+            self._changed.clear()
             want = min(self.room(), CLAIM_MAX)
             if want <= 0:
-                await self._change(IDLE_S)
+                if not await self._make_room(self._urgent):
+                    await self._change(self._soon_s() if self._urgent <= URGENT else IDLE_S)
                 continue
-            nonce = nonce or secrets.token_hex(8)
-            try:
-                claimed = await self.store.run(
-                    self.queue.claim(self.worker, want, lease_ms=self.lease_ms, nonce=nonce, room=self.headroom())
-                )
-            except AWAY:
-                await asyncio.sleep(PAUSE_S)  # the same nonce again: a lost reply is told once more
-                continue
-            nonce = ""
-            for claim in claimed.claims:
-                self._start(claim)
-            if claimed.passed:  # it fits when something that runs has ended, which no marker says
-                await self._change(PASSED_S)
+            self._urgent = NOBODY
+            claimed = await self._claim(want, self.headroom())
+            if claimed.passed:
+                if not await self._make_room(min(self._urgent, claimed.passed_class)):
+                    await self._change(self._soon_s())
             elif not claimed.claims:
                 await self._sleep(claimed.due_ms)
+
+    async def _claim(self, want: int, room: Room) -> Claimed:
+        """Take what fits, and begin it."""
+        nonce = secrets.token_hex(8)  # the same again when the store was away: a lost reply is told once more
+        while True:
+            call = self.queue.claim(self.worker, want, lease_ms=self.lease_ms, nonce=nonce, room=room)
+            try:
+                claimed = await self.store.run(call)
+            except AWAY:
+                if self.draining.is_set():
+                    return Claimed(claims=(), due_ms=-1)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            for claim in claimed.claims:
+                self._start(claim)
+            return claimed
+
+    async def _make_room(self, urgent: int) -> bool:
+        """Hand back something less urgent, once something urgent is surely ours in its place. Whether it was."""
+        self._urgent = NOBODY
+        if urgent > URGENT:
+            return False
+        for victim in self.victims(urgent)[:VICTIMS_MAX]:
+            claimed = await self._claim(1, replace(victim.room, below=min(victim.cls, URGENT + 1)))
+            if claimed.claims:
+                await self._preempt(victim)
+                self._urgent = urgent  # there may be more of it
+                return True
+            if not claimed.passed:
+                return False
+            self._urgent = urgent  # it fits in nobody's place now
+        return False
+
+    def _soon_s(self) -> float:
+        """When to look again for what did not fit: when the engine says, else in a while. An ending comes first."""
+        again_s = self.again_s()
+        return min(max(again_s, AGAIN_S), PASSED_S) if again_s > 0 else PASSED_S
+
+    async def _preempt(self, victim: Victim) -> None:
+        held = self.held.get(victim.id)
+        if held is not None and not self.draining.is_set():
+            log.info("preempted", request_id=victim.id, cls=victim.cls)
+            metrics.requests_preempted.labels(self.queue.model).inc()
+            await self._hand_back([held], "it made room for something more urgent")
+
+    def stir(self, urgent: int = NOBODY) -> None:
+        """Room may have appeared, or something of this class may wait that found none anywhere."""
+        self._urgent = min(self._urgent, urgent)
+        self._changed.set()
 
     async def _sleep(self, due_ms: int) -> None:
         """Until there may be work. The marker carries nothing; losing it costs IDLE_S."""
@@ -183,27 +271,32 @@ class Runner:
     async def _work(self, held: Held) -> None:
         held.begun = True
         try:
-            with logs.bound(request_id=held.claim.id, attempt=held.claim.attempt):
-                finished = await self._perform(held)
-                if finished is not None:
-                    held.finishing = True
-                    await self._finish(held, finished)
+            logs.bind(request_id=held.claim.id, attempt=held.claim.attempt)  # for this task, whose context is its own
+            finished = await self._perform(held)
+            if finished is not None:
+                held.finishing = True
+                await self._finish(held, finished)
         finally:
-            self.held.pop(held.claim.id, None)
-            self._changed.set()
+            if held.let_go != "handed back":  # what goes back is held until it has
+                self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        if self.held.get(held.claim.id) is held:
+            del self.held[held.claim.id]
+        self._changed.set()
 
     async def _perform(self, held: Held) -> Finished | None:
         """Run the actor. None: the task is no longer ours to end."""
         if held.let_go:
             return self._stopped(held)
         try:
-            message = MessageProxy(Message.decode(held.claim.message))
+            message = Message.decode(held.claim.message)
             actor = self.broker.get_actor(message.actor_name)
         except (dramatiq.DramatiqError, ActorNotFound, KeyError, TypeError, ValueError) as e:
             log.error("task_unreadable", error=repr(e))
             return Finished(outcome=Outcome.FAILED, message="its task cannot be read", dead=True)
         try:
-            return await self._process(message, actor)
+            return await self._process(MessageProxy(message), message, actor)
         except asyncio.CancelledError:
             return self._stopped(held)
         except Exception as e:  # an actor may raise anything; it is told, logged and ends the task
@@ -213,22 +306,22 @@ class Runner:
     def _stopped(self, held: Held) -> Finished | None:
         return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None
 
-    async def _process(self, message: MessageProxy, actor: Any) -> Finished:
+    async def _process(self, proxy: MessageProxy, message: Message[Any], actor: Any) -> Finished:
         """Dramatiq's life of a message: its hooks around the actor."""
         try:
-            self.broker.emit_before("process_message", message)
-            limit_ms = message.options.get("time_limit") or actor.options.get("time_limit")
-            async with asyncio.timeout(limit_ms / 1000 if limit_ms else None):
-                result = await inspect.unwrap(actor.fn)(*message.args, **message.kwargs)
+            self.broker.emit_before("process_message", proxy)
+            limit_s = (message.options.get("time_limit") or actor.options.get("time_limit") or 0) / 1000
+            work = inspect.unwrap(actor.fn)(*message.args, **message.kwargs)
+            result = await (_within(limit_s, work) if limit_s else work)
         except SkipMessage:
-            self.broker.emit_after("skip_message", message)
+            self.broker.emit_after("skip_message", proxy)
             return Finished(outcome=Outcome.CANCELLED, message="skipped")
         except BaseException as e:
-            message.stuff_exception(e)
-            self.broker.emit_after("process_message", message, exception=e)
+            proxy.stuff_exception(e)
+            self.broker.emit_after("process_message", proxy, exception=e)
             raise
-        self.broker.emit_after("process_message", message, result=result)
-        return result if isinstance(result, Finished) else Finished(outcome=Outcome.COMPLETED)
+        self.broker.emit_after("process_message", proxy, result=result)
+        return result if isinstance(result, Finished) else _COMPLETED
 
     async def _finish(self, held: Held, finished: Finished) -> None:
         """Say that it ended, until the store has heard it or somebody else has the claim."""
@@ -246,7 +339,7 @@ class Runner:
             ours = await told
         except RedisError:
             return  # said where it was refused; the claim is a stray now, which the next beats give back
-        metrics.tasks_ended.labels(self.queue.model, finished.outcome if ours else "fenced").inc()
+        _ended_counter(self.queue.model, finished.outcome.value if ours else "fenced").inc()
         if not ours:
             log.warning("finish_fenced")
 
@@ -286,25 +379,47 @@ class Runner:
     def let_go(self, request_id: str, why: str) -> None:
         """Stop a task: "cancelled" ends it as cancelled, "fenced" and "handed back" leave the ending to others."""
         held = self.held.get(request_id)
-        if held is None or held.finishing or held.let_go:
+        if held is None or held.finishing:
+            return
+        if held.let_go and not (why == "fenced" and held.let_go == "handed back"):
             return
         held.let_go = why
         if why == "cancelled":
-            held.claim = replace(held.claim, cancelled=True)
+            held.claim = msgspec.structs.replace(held.claim, cancelled=True)
         if held.task is not None and held.begun:
             held.task.cancel()
 
-    async def _hand_back(self, held: list[Held], reason: str = "its worker was shut down") -> None:
-        back = [one for one in held if not one.finishing and not one.let_go]
+    def stop_all(self, reason: str) -> int:
+        """Stop all that runs now, at once; it goes back when the store is there and `before_back` is done."""
+        running = [held for held in self.held.values() if not (held.ended or held.finishing or held.let_go)]
+        for held in running:
+            self.let_go(held.claim.id, "handed back")
+        if running:
+            task = asyncio.create_task(self._supervised_once(lambda: self._hand_back(running, reason)))
+            self._going_back.add(task)
+            task.add_done_callback(self._going_back.discard)
+        return len(running)
+
+    async def _hand_back(self, held: list[Held], reason: str, *, died: bool = False) -> None:
+        back = [one for one in held if not one.finishing and one.let_go in ("", "handed back")]
         for one in back:
             self.let_go(one.claim.id, "handed back")
         tasks = [one.task for one in held if one.task]
         if back:
-            log.info("handed_back", requests=len(back))
-            call = self.queue.hand_back(self.worker, [one.claim for one in back], reason)
-            await self.insist(lambda: self.store.run(call))
+            await self._return(back, reason, died=died)
         if tasks:
             await asyncio.wait(tasks, timeout=self.lease_ms / 1000)
+
+    async def _return(self, back: list[Held], reason: str, *, died: bool) -> None:
+        if self.before_back is not None:
+            await self.before_back(back)
+        ours = [one.claim for one in back if one.let_go == "handed back"]
+        log.info("handed_back", requests=len(ours))
+        if ours:
+            call = self.queue.hand_back(self.worker, ours, reason, died=died)
+            await self.insist(lambda: self.store.run(call))
+        for one in back:
+            self._drop(one)
 
     # --- lease
 
@@ -326,6 +441,8 @@ class Runner:
             held.served_tokens = tokens
         if beaten.claims is not None:
             await self._mend(before, beaten.claims)
+        if beaten.urgent <= URGENT:
+            self.stir(beaten.urgent)
         async with self._vouched:
             self._vouched_s = asked_s
             self._vouched.notify_all()
@@ -355,12 +472,16 @@ class Runner:
 
     async def _control(self) -> None:
         """Orders, as they come. One that is missed is learned from the next beat."""
-        pubsub = self.blocking.client.pubsub(ignore_subscribe_messages=True)
+        pubsub = self.blocking.pubsub()
         try:
-            await pubsub.subscribe(self.queue.worker_channel(self.worker))
+            await pubsub.subscribe(self.queue.worker_channel(self.worker), self.queue.urgent_channel)
             while True:
                 message = await pubsub.get_message(timeout=IDLE_S)
-                if message is not None:
+                if message is None:
+                    continue
+                if message["channel"].decode() == self.queue.urgent_channel:
+                    self.stir(int(message["data"]))
+                else:
                     self._obey(order(message["data"]))
         finally:
             await pubsub.aclose()
@@ -375,7 +496,7 @@ class Runner:
         """Its stream is open at another gateway now."""
         held = self.held.get(request_id)
         if held is not None and held.claim.gateway != gateway:
-            held.claim = replace(held.claim, gateway=gateway)
+            held.claim = msgspec.structs.replace(held.claim, gateway=gateway)
 
     # --- supervision
 

@@ -197,6 +197,7 @@ def start(
         "FOREBAY_SALT": "a salt for tests only",
         "FOREBAY_LEASE_MS": "2000",
         "FOREBAY_DRAIN_S": "5",
+        "FOREBAY_LOST_S": "3",
         "FOREBAY_TICK_MS": "300",
         "FOREBAY_SUPERVISED": "1",
         **(environ or {}),

@@ -1,6 +1,8 @@
 """The one way in: every transport calls `admit`, and whatever it refuses costs nothing.
 
 check the model -> render and tokenize -> pin the price -> reserve -> open the stream -> enqueue
+
+And the way back: `recall` finds what is kept of a request, and `attach` brings its stream to this gateway.
 """
 
 from __future__ import annotations
@@ -10,28 +12,48 @@ import hmac
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
 
 import msgspec
 import uuid6
 
 from billing import prices
+from billing.rating import Price
+from core import fleet, outlook
 from core.accounts.keys import KeyRecord
 from core.catalog import Catalog, Model
-from core.errors import BadRequest, ContextTooLong, Draining, LimitReached, StoreDown, Unavailable, UnknownModel
+from core.errors import (
+    BadRequest,
+    ContextTooLong,
+    Draining,
+    ForebayError,
+    Gone,
+    LimitReached,
+    NotFound,
+    StoreDown,
+    TokensReached,
+    Unavailable,
+    UnknownModel,
+)
+from core.lengths import Lengths, lengths
 from core.limits import counters, scopes
 from core.limits.counters import Refused, Reserved
-from core.redis import AWAY, Store
+from core.redis import AWAY, Call, Store
+from core.stream.log import OUTPUT_MS
 from core.telemetry import logs, metrics
-from core.values import Caller, Request
-from tasks.queue import Accepted, generation
-from web.dialects.draft import Draft
+from core.values import Caller, Request, Sampling
+from tasks.queue import Accepted, Bounds, Seen, generation
+from web.dialects import view
+from web.dialects.draft import Dialect, Draft
+from web.dialects.view import View, view_of
 from web.render import Renderer
 from web.subscriber import Stream, Subscriber
 
 log = logs.get(__name__)
 
-#: What a client is told to wait when the queue is full, ms. (A computed one comes with the queue's outlook.)
-FULL_RETRY_MS = 5_000
+#: How often the workers are looked at for the size of their KV cache, seconds.
+LARGEST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +65,16 @@ class Admitted:
     place: int
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a request: enough to show its stream again."""
+
+    request: Request  #: without its prompt
+    view: View
+    seen: Seen
+    text: str  #: delivered so far
+
+
 class Admission:
     """Makes a draft an accepted request."""
 
@@ -52,6 +84,7 @@ class Admission:
         self.catalog, self.store, self.subscriber, self.renderers = catalog, store, subscriber, renderers
         self.salt = salt
         self.draining = False
+        self._largest: dict[str, tuple[float, int]] = {}  #: model -> when looked at, most KV cache of a worker
 
     def admit(self, caller: KeyRecord, draft: Draft, transport: str) -> Admitted:
         """Accept a draft, or refuse it before anything is queued.
@@ -69,7 +102,7 @@ class Admission:
             reserved = self._reserve(caller, request)
         except AWAY:
             raise StoreDown from None
-        admitted = self._enqueue(caller, request, reserved)
+        admitted = self._enqueue(request, view.encode(view_of(draft, request.caller)), reserved)
         metrics.requests_admitted.labels(model.name, transport).inc()
         log.info("request_admitted", request_id=request.id, model=model.name, key_id=caller.key_id, transport=transport)
         return admitted
@@ -80,11 +113,71 @@ class Admission:
         A settle that is lost here is made again by the usage consumer (billing/events.py).
         """
         self.subscriber.close(stream)
-        if stream.ending is None:
+        if stream.ending is None or stream.settled:
             return
         metrics.requests_ended.labels(stream.request.model, stream.ending.outcome).inc()
         usage = stream.ending.usage
         self._settle(stream.request, usage.input_tokens + usage.output_tokens)
+
+    def recall(self, caller: KeyRecord, request_id: str, dialect: Dialect) -> Kept:
+        """What is kept of a request that this key has made.
+
+        Raises:
+          NotFound: there is none, or it is another key's, which looks the same.
+          Gone: there may have been one, too long ago.
+        """
+        try:
+            found = self._view(request_id)
+            if found is None or found.caller.key_id != caller.key_id or found.dialect != dialect:
+                raise _absent(request_id)
+            seen = self._seen(found.model, request_id)
+            [output] = self.subscriber.filler.found(found.model, [request_id])
+        except AWAY:
+            raise StoreDown from None
+        if seen.state == "unknown":
+            raise _absent(request_id)
+        return Kept(self._stub(request_id, found), found, seen, output.text)
+
+    def attach(self, kept: Kept) -> Stream:
+        """Bring a stream here; it is told from its beginning.
+
+        Raises:
+          Draining: this gateway is about to end.
+          Gone: it was forgotten meanwhile.
+        """
+        if self.draining:
+            raise Draining
+        try:
+            stream = self.subscriber.attach(kept.request, view.encode(kept.view))
+        except AWAY:
+            raise StoreDown from None
+        if stream is None:
+            raise Gone
+        stream.settled = kept.seen.state == "ended"
+        log.info("stream_attached", request_id=kept.request.id, state=kept.seen.state)
+        return stream
+
+    def _view(self, request_id: str) -> View | None:
+        """A request's id does not tell its model, so each model is asked."""
+        calls = [queue.view(request_id) for queue in self.subscriber.queues.values()]
+        found = [raw for raw in self.store.run_all(calls) if raw]
+        return view.decode(found[0]) if found else None
+
+    def _seen(self, model: str, request_id: str) -> Seen:
+        watched = self.store.run(self.subscriber.queues[model].watch(self.subscriber.gateway, [request_id]))
+        return watched.seen[0]
+
+    def _stub(self, request_id: str, found: View) -> Request:
+        return Request(
+            id=request_id,
+            model=found.model,
+            caller=found.caller,
+            gateway=self.subscriber.gateway,
+            prompt_token_ids=[],
+            sampling=Sampling(max_tokens=0),
+            stream=found.stream,
+            linger_ms=found.linger_ms,
+        )
 
     def _model(self, name: str) -> Model:
         try:
@@ -95,7 +188,8 @@ class Admission:
             ) from None
 
     def _request(self, caller: KeyRecord, draft: Draft, prompt: list[int], max_tokens: int) -> Request:
-        price = self.store.run(prices.read(draft.model))
+        price, learned, kv_tokens = self._known(draft.model, caller.key_id)
+        max_tokens = _held_by(kv_tokens, len(prompt), max_tokens, draft.max_tokens)
         return Request(
             id=new_id(),
             model=draft.model,
@@ -105,11 +199,27 @@ class Admission:
             sampling=msgspec.structs.replace(draft.sampling, max_tokens=max_tokens),
             cls=draft.cls,
             stream=draft.stream,
+            expected_tokens=learned.expected(max_tokens),
+            linger_ms=draft.linger_ms,
             patience_ms=int((draft.timeout_s or 0) * 1000),
             price_id=price.id if price else 0,
             cache_salt=hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32],
             admitted_ms=time.time_ns() // 1_000_000,
         )
+
+    def _known(self, model: str, key_id: str) -> tuple[Price | None, Lengths, int]:
+        """The price, the lengths of such answers, and the most KV cache that any worker has (0: nobody has said).
+
+        One exchange; the workers are looked at with it now and then, since their sizes hardly change.
+        """
+        calls: list[Call[Any]] = [prices.read(model), lengths(model, key_id)]
+        looked_s, _ = self._largest.get(model, (float("-inf"), 0))
+        if look := time.monotonic() - looked_s > LARGEST_S:
+            calls.append(fleet.workers(model))
+        price, learned, *rows = self.store.run_all(calls)
+        if look:
+            self._largest[model] = time.monotonic(), fleet.largest(rows[0])[0]
+        return price, learned, self._largest[model][1]
 
     def _reserve(self, caller: KeyRecord, request: Request) -> Reserved:
         limits = scopes.of_key(caller.key_id, caller.requests_per_minute, caller.concurrent_requests)
@@ -118,10 +228,12 @@ class Admission:
             raise _limit_reached(answer)
         return answer
 
-    def _enqueue(self, caller: KeyRecord, request: Request, reserved: Reserved) -> Admitted:
+    def _enqueue(self, request: Request, shown: bytes, reserved: Reserved) -> Admitted:
         stream = self.subscriber.open(request)
+        stream.view = shown
+        task = generation(request, shown)
         try:
-            accepted: Accepted = self.store.run(self.subscriber.queues[request.model].enqueue(generation(request)))
+            accepted: Accepted = self.store.run(self.subscriber.queues[request.model].enqueue(task))
         except AWAY:
             # It may have been accepted and only the reply lost: then it is cancelled as soon as the store is back.
             self.subscriber.close(stream)
@@ -129,9 +241,44 @@ class Admission:
         if accepted.status == "full":
             self.subscriber.close(stream)
             self._settle(request, 0)
-            raise Unavailable("Too many requests wait for this model.", retry_after_ms=FULL_RETRY_MS)
+            raise self._full(request, accepted)
+        if accepted.status == "accepted" and not accepted.alive:
+            self._want(request.model)
         stream.accepted = True
+        waits_ms = self.subscriber.estimate_ms(request.model, accepted.place)
+        stream.waits(accepted.place, waits_ms, self.subscriber.starting.get(request.model))
         return Admitted(stream, reserved, accepted.place)
+
+    def _full(self, request: Request, accepted: Accepted) -> ForebayError:
+        """What a request is told that finds a bound of its queue reached, and when there is room for it."""
+        bounds, theirs = self.subscriber.queues[request.model].bounds, accepted.whose == "tenant"
+        most = bounds.tenant_waiting if theirs else bounds.waiting
+        most_tokens = bounds.tenant_tokens if theirs else bounds.tokens
+        above = outlook.over(
+            accepted.waiting,
+            accepted.waiting_tokens,
+            waiting_max=most,
+            tokens_max=most_tokens,
+            input_tokens=len(request.prompt_token_ids),
+        )
+        after_ms = self.subscriber.retry_after_ms(request.model, above)
+        by_tokens = accepted.waiting < most
+        waits = f"{accepted.waiting_tokens} input tokens wait" if by_tokens else f"{accepted.waiting} requests wait"
+        bound = f"at most {most_tokens if by_tokens else most} may. Retry after the time given in `retry-after`"
+        if not theirs:
+            return Unavailable(f"{waits} for this model, and {bound}.", retry_after_ms=after_ms)
+        error = TokensReached if by_tokens else LimitReached
+        return error(f"{waits} for this model from your organisation, and {bound}.", retry_after_ms=after_ms)
+
+    def _want(self, model: str) -> None:
+        """Ask the scaler for a worker: one wake-up, however many requests ask. It sees what waits in any case."""
+        if self.subscriber.starting.get(model) is None:
+            self.subscriber.starting[model] = fleet.starting([])  # the watch soon knows better
+        try:
+            if self.store.run(fleet.want(model, time.time_ns() // 1_000_000)):
+                log.info("worker_wanted", model=model)
+        except AWAY:
+            log.warning("want_lost", model=model)
 
     def _settle(self, request: Request, used_tokens: int) -> None:
         call = counters.settle(request.caller.org_id, request.id, [f"key:{request.caller.key_id}"], used_tokens)
@@ -144,6 +291,24 @@ class Admission:
 def new_id() -> str:
     """A request's id: its time comes first, and is the time it was accepted at."""
     return str(uuid6.uuid7())
+
+
+def _absent(request_id: str) -> ForebayError:
+    """What an id is told that nothing is kept of for this caller. It depends on the id alone, so that nobody learns
+    whether it is another's."""
+    age_ms = time.time_ns() // 1_000_000 - (UUID(request_id).int >> 80)
+    return Gone() if age_ms > OUTPUT_MS else NotFound("There is no such response, or this key has not made it.")
+
+
+def queue_bounds(model: Model) -> Bounds:
+    """What may wait for a model, in the queue's words."""
+    told = model.bounds
+    return Bounds(
+        waiting=told.waiting,
+        tokens=told.waiting_tokens,
+        tenant_waiting=told.tenant_waiting,
+        tenant_tokens=told.tenant_tokens,
+    )
 
 
 def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
@@ -163,6 +328,19 @@ def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
             code="context_length_exceeded",
         )
     return min(room, asked)
+
+
+def _held_by(kv_tokens: int, prompt_tokens: int, max_tokens: int, asked: int | None) -> int:
+    """The same within the KV cache of the largest worker, where one is known: what none can hold would never start."""
+    if not kv_tokens or prompt_tokens + max_tokens <= kv_tokens:
+        return max_tokens
+    if asked is None and prompt_tokens < kv_tokens:
+        return kv_tokens - prompt_tokens
+    raise ContextTooLong(
+        f"The prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: {prompt_tokens + max_tokens} together. "
+        f"The largest worker of this model can hold {kv_tokens}.",
+        param="messages" if prompt_tokens >= kv_tokens else "max_tokens",
+    )
 
 
 def _limit_reached(refused: Refused) -> LimitReached:

@@ -16,6 +16,7 @@ from core.redis import Store
 from core.telemetry import logs, metrics
 from web.admission import Admission, new_id
 from web.auth import Gate
+from web.dialects.framing import KeepAlive
 from web.subscriber import Subscriber
 from web.transports.http import BODY_MAX, DisconnectWatch
 from web.transports.sockets import Socket
@@ -36,6 +37,7 @@ class Gateway:
     gate: Gate
     admission: Admission
     subscriber: Subscriber
+    chat_keepalive: KeepAlive = "comment"
     watch: DisconnectWatch = field(default_factory=DisconnectWatch)
     sockets: set[Socket] = field(default_factory=set)
 

@@ -74,7 +74,8 @@ def build(settings: Settings) -> Gateway:
     from core import catalog, postgres
     from core.accounts import keys
     from core.redis import Store
-    from web.admission import Admission
+    from tasks.queue import GATEWAY_LEASE_MS
+    from web.admission import Admission, queue_bounds
     from web.app import Gateway
     from web.auth import Gate
     from web.render import for_model
@@ -83,7 +84,9 @@ def build(settings: Settings) -> Gateway:
     models = catalog.load(settings.catalog).only(settings.models)
     store = Store.connect(settings.redis_url)
     gateway_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(4)}"
-    subscriber = Subscriber(store, settings.redis_url, models, gateway_id)
+    bounds = {name: queue_bounds(model) for name, model in models.items()}
+    home_ms = GATEWAY_LEASE_MS + int(settings.lost_s * 1000)
+    subscriber = Subscriber(store, settings.redis_url, models, gateway_id, bounds=bounds, home_ms=home_ms)
     renderers = {name: OffHub(for_model(model, settings.data)) for name, model in models.items()}
     return Gateway(
         catalog=models,
@@ -91,6 +94,7 @@ def build(settings: Settings) -> Gateway:
         gate=Gate(store, postgres.connect(settings.database_url), keys.pepper(settings)),
         admission=Admission(models, store, subscriber, renderers, salt=salt(settings)),
         subscriber=subscriber,
+        chat_keepalive=settings.chat_keepalive,
     )
 
 

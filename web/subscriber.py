@@ -1,11 +1,7 @@
-"""One subscriber per gateway process: frames come in, open streams get their text.
+"""One subscriber per gateway process: frames come in, open streams (web/stream.py) get their text.
 
-`pump` reads the channels of every model; `watch` asks the queue, once a second, after every open request. Pub/sub
-may lose anything: a missing delta is seen by its offset, a missing ending by `watch`.
-
-A stream follows one attempt. An older attempt's deltas are fenced. A newer attempt may only be one that runs the
-request again from the start: what was delivered is compared token by token and not sent twice, and a difference
-ends the stream with an error, never with a splice of two samples.
+`pump` reads the channels of every model; `watch` asks the queue, once a second, after every open request; `fill` reads
+what streams miss. Pub/sub may lose anything: a missing delta is seen by its offset, a missing ending by `watch`.
 """
 
 from __future__ import annotations
@@ -13,29 +9,41 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
 
-from core.errors import ForebayError, RequestFailed
-from core.redis import AWAY, RedisConnectionError, RedisError, Store, listener
+from core import fleet
+from core.errors import RequestFailed
+from core.outlook import Pace, Starting, estimate_ms, retry_after_ms
+from core.redis import AWAY, Call, RedisConnectionError, RedisError, Store, listener
 from core.stream.frames import Delta, Frame, decode, encode
-from core.stream.log import gateway_channel, publish
+from core.stream.log import Output, gateway_channel, logged, publish, save, saved
 from core.telemetry import logs, metrics
-from core.values import Ending, Request
-from tasks.queue import WATCH_MAX, Queue, Seen, generation
+from core.values import Request
+from tasks.queue import GATEWAY_LEASE_MS, LOST_MS, WATCH_MAX, Bounds, Queue, Seen, Watched, generation
+from web.stream import Again, Broken, Ended, Event, Idle, Running, Stream, Text, Waiting
+
+__all__ = [
+    "Again",
+    "Broken",
+    "Ended",
+    "Event",
+    "Idle",
+    "Running",
+    "Stream",
+    "Subscriber",
+    "Text",
+    "Waiting",
+]
 
 log = logs.get(__name__)
 
 #: How often the queue is asked after open requests, seconds.
 WATCH_S = 1.0
-#: A stream that has nothing to say says so this often, so that proxies (60 s is usual) keep it, seconds.
-KEEPALIVE_S = 15.0
-#: A gateway that has not watched for this long is gone, ms.
-LEASE_MS = 5_000
 #: A subscription on which not even this gateway's own echo is heard for so long is dead, seconds. A connection that
 #: was cut without a word says nothing by itself.
 DEAF_S = 5.0
@@ -43,201 +51,44 @@ DEAF_S = 5.0
 PAUSE_S = 0.1
 #: Requests to cancel once the store is back. Past it the oldest is forgotten: it runs to its end and is billed as such.
 ABANDONED_MAX = 10_000
-
-
-class Text(msgspec.Struct, frozen=True, gc=False):
-    """More of the answer. There is one for every token, so it is the cheapest of the events."""
-
-    text: str
-    offset: int  #: tokens of the output up to and with this text
-
-
-@dataclass(frozen=True)
-class Again:
-    """The request runs again from the start, and nothing of it has reached the client: forget what came so far."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """It waits, and so many go first. 1: next."""
-
-    place: int
-
-
-@dataclass(frozen=True)
-class Running:
-    """A worker has it."""
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Nothing was said for KEEPALIVE_S."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Its ending. Nothing comes after it."""
-
-    ending: Ending
-
-
-@dataclass(frozen=True)
-class Broken:
-    """The stream cannot go on here. Nothing comes after it."""
-
-    error: ForebayError
-
+#: Streams that go on without a reader, for it to come back. Past it the oldest is cancelled.
+LINGERING_MAX = 1_000
+#: Pauses between the tries to fill a gap, seconds: what was logged is there at the first. Only tries that the store
+#: answered count. After the last the stream ends with an error.
+FILL_PAUSES_S = (0.25, 1.0)
+#: Streams that are filled in one exchange.
+FILL_MAX = 256
 
 _ECHO = encode(Frame())
-
-Event = Text | Again | Waiting | Running | Idle | Ended | Broken
-
-
-class Stream:
-    """One open request. The pump puts, one reader takes; what the reader has not taken yet is merged."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.accepted = False  #: the queue has it; until then `watch` does not ask
-        self.attempt = 0
-        self.tokens = array("I")  #: delivered so far
-        self.over = False  #: nothing more is put
-        self.ending: Ending | None = None
-        self._position = 0  #: in this attempt's output: tokens
-        self._chars = 0  #: and characters
-        self._sent_chars = 0
-        self._place = 0
-        self._opened_s = self._spoke_s = time.monotonic()
-        self._count = metrics.stream_tokens.labels(request.model).inc
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._late: Ending | None = None
-        self._next: Event | None = None  #: read on too far, while texts were merged
-        self._said = (0, 0)  #: position and place when the watch last looked
-
-    @property
-    def ended(self) -> bool:
-        """The queue has ended it, so there is nothing to cancel."""
-        return self.ending is not None
-
-    # --- the pump's side
-
-    def take(self, delta: Delta) -> None:
-        """A delta of this request."""
-        if self.over or delta.attempt < self.attempt:
-            metrics.stream_fenced.inc()
-            return
-        if delta.attempt > self.attempt:
-            self._take_over(delta.attempt)
-        if (delta.offset, delta.at) != (self._position, self._chars):
-            if delta.offset > self._position or delta.at > self._chars:
-                self._gap()
-            else:
-                metrics.stream_fenced.inc()
-            return
-        if not self._same(delta):
-            self.break_off(RequestFailed("Its worker died, and another gave a different answer. Please retry."))
-            return
-        self._relay(delta)
-
-    def _take_over(self, attempt: int) -> None:
-        self.attempt, self._position, self._chars = attempt, 0, 0
-        if not self.request.stream:
-            self.tokens = array("I")
-            self._sent_chars = 0
-            self._events.put(Again())
-        self._events.put(Running())
-
-    def _same(self, delta: Delta) -> bool:
-        """What a second attempt repeats must be what the first one delivered."""
-        known = len(self.tokens) - self._position
-        return known <= 0 or array("I", delta.tokens[:known]) == self.tokens[self._position :][: len(delta.tokens)]
-
-    def _relay(self, delta: Delta) -> None:
-        fresh = delta.tokens[max(0, len(self.tokens) - self._position) :]
-        if fresh and not self.tokens:
-            metrics.request_ttft_seconds.labels(self.request.model).observe(time.monotonic() - self._opened_s)
-        self.tokens.extend(fresh)
-        self._position += len(delta.tokens)
-        text = delta.text[max(0, self._sent_chars - self._chars) :]
-        self._chars += len(delta.text)
-        if text:
-            self._sent_chars += len(text)
-            self._events.put(Text(text, self._position))
-        self._count(len(fresh))
-
-    def _gap(self) -> None:
-        metrics.stream_gaps.inc()
-        log.error("stream_gap", request_id=self.request.id, attempt=self.attempt)
-        self.break_off(RequestFailed("A part of the answer was lost on its way. Please retry."))
-
-    def end(self, ending: Ending, *, surely: bool = True) -> None:
-        """Its ending came. Not surely: seen by `watch`, while deltas may still be on their way for one more look."""
-        if self.over:
-            return
-        if ending.attempt > self.attempt:  # nothing of that attempt came, and what came before is not its answer
-            self._take_over(ending.attempt)
-        missing = ending.usage.output_tokens > len(self.tokens) and ending.outcome in ("completed", "length")
-        if missing and not surely and self._late is None:
-            self._late = ending
-        elif missing:
-            self._gap()
-        else:
-            self.ending = ending
-            self._close(Ended(ending))
-
-    def break_off(self, error: ForebayError) -> None:
-        self._close(Broken(error))
-
-    def waits(self, place: int) -> None:
-        if place != self._place and not self.over:
-            self._place = place
-            self._events.put(Waiting(place))
-
-    def keep_alive(self, now_s: float) -> None:
-        """Say Idle after KEEPALIVE_S of silence. Called by the watch: a time-out of the reader's own would cost a
-        timer for every token."""
-        if not self._events.empty() or self._said != (self._position, self._place):
-            self._said, self._spoke_s = (self._position, self._place), now_s
-        elif now_s - self._spoke_s >= KEEPALIVE_S:
-            self._spoke_s = now_s
-            self._events.put(Idle())
-
-    def _close(self, last: Ended | Broken) -> None:
-        if not self.over:
-            self.over = True
-            self._events.put(last)
-
-    # --- the reader's side
-
-    def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; texts that wait are one. None: nothing came in time."""
-        event, self._next = self._next, None
-        if event is None:
-            try:
-                event = self._events.get(timeout=timeout_s)
-            except queue.Empty:
-                return None
-        if not isinstance(event, Text) or self._events.empty():
-            return event
-        texts = [event.text]
-        while not self._events.empty():
-            after = self._events.get()
-            if not isinstance(after, Text):
-                self._next = after
-                break
-            texts.append(after.text)
-            event = after
-        return Text("".join(texts), event.offset)
 
 
 class Subscriber:
     """The open streams of one gateway process."""
 
-    def __init__(self, store: Store, redis_url: str, models: Iterable[str], gateway: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        redis_url: str,
+        models: Iterable[str],
+        gateway: str,
+        *,
+        bounds: Mapping[str, Bounds] | None = None,
+        home_ms: int = GATEWAY_LEASE_MS + LOST_MS,
+    ) -> None:
+        """`bounds`: model -> what may wait for it, where that is not the queue's own default. `home_ms`: a gateway that
+        has been silent for so long is given up, with what is open there."""
         self.store, self.redis_url, self.gateway = store, redis_url, gateway
-        self.queues: Mapping[str, Queue] = {model: Queue(model) for model in models}
+        told = bounds or {}
+        self.queues: Mapping[str, Queue] = {
+            model: Queue(model, told.get(model, Bounds()), home_ms=home_ms) for model in models
+        }
         self.streams: dict[str, Stream] = {}
         self.listening = threading.Event()
+        self.watched: dict[str, Watched] = {}  #: model -> what its queue last said
+        self.paces: dict[str, Pace] = {model: Pace() for model in self.queues}
+        self.starting: dict[str, Starting | None] = {}  #: model -> the worker that is awaited, if none is ready
+        self.filler = Filler(store, self.queues)
+        self._lingering: dict[Stream, float] = {}  #: -> until when, seconds
         self._abandoned: dict[str, str] = {}  #: request -> model
         self._closed = False
         self._heard_s = self._echoed_s = time.monotonic()
@@ -246,36 +97,119 @@ class Subscriber:
 
     def open(self, request: Request) -> Stream:
         """Before the request is enqueued, so that no frame comes too early."""
-        stream = self.streams[request.id] = Stream(request)
-        metrics.stream_open.set(len(self.streams))
+        return self._register(Stream(request, self.filler.ask))
+
+    def attach(self, request: Request, view: bytes = b"") -> Stream | None:
+        """Bring the stream of an accepted request here, from wherever it is; it is told from its beginning.
+
+        `request` may lack its prompt. None: nobody knows it, or not of this key.
+
+        Raises:
+          AWAY: the store is.
+        """
+        before = self.streams.get(request.id)
+        if before is not None and before.accepted and before.request.caller.key_id != request.caller.key_id:
+            return None
+        stream = Stream(request, self.filler.ask, attached=True)
+        stream.view = view
+        self._register(stream)  # before the worker learns of it, so that no frame comes too early
+        try:
+            seen = self.store.run(self.queues[request.model].attach(request.id, request.caller.key_id, self.gateway))
+        except BaseException:
+            self._put_back(stream, before)
+            raise
+        if seen.state == "unknown":
+            self._put_back(stream, before)
+            return None
+        if before is not None:
+            self._lingering.pop(before, None)
+            before.move()
+        stream.accepted = True
+        stream.fence(seen.attempt)
+        self._saw(stream, seen)
+        self.filler.ask(stream)
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Nobody reads it any more. A request that has not ended is cancelled."""
-        if self.streams.pop(stream.request.id, None) is None:
+        """Nobody reads it any more. A request that has not ended is cancelled, or goes on for its reader to return."""
+        if self.streams.get(stream.request.id) is not stream or stream in self._lingering:
             return
-        metrics.stream_open.set(len(self.streams))
-        if not stream.ended:
-            self.cancel(stream.request.id, stream.request.model)
+        over = stream.ended or stream.moved or stream.failed
+        if stream.request.linger_ms and stream.accepted and not over:
+            self._linger(stream)
+        else:
+            self._drop(stream)
 
     def cancel(self, request_id: str, model: str) -> None:
         """Cancel now, or as soon as the store is back."""
         try:
-            self.store.run(self.queues[model].cancel(request_id))
+            self.store.run(self.queues[model].cancel(request_id, self.gateway))
         except AWAY:
             while len(self._abandoned) >= ABANDONED_MAX:
                 self._abandoned.pop(next(iter(self._abandoned)))
             self._abandoned[request_id] = model
 
-    # --- the pump
+    def estimate_ms(self, model: str, place: int) -> int | None:
+        """How long a request at this place will wait; None: no telling."""
+        return estimate_ms(place, self.paces[model], self.starting.get(model))
+
+    def retry_after_ms(self, model: str, over: int) -> int:
+        """When to come again, if so many requests must be started first."""
+        return retry_after_ms(over, self.paces[model], self.starting.get(model))
+
+    def _register(self, stream: Stream) -> Stream:
+        self.streams[stream.request.id] = stream
+        metrics.stream_open.set(len(self.streams))
+        return stream
+
+    def _put_back(self, stream: Stream, before: Stream | None) -> None:
+        """The attach failed: whoever had the stream here keeps it. What it missed meanwhile is a gap, and is filled."""
+        if self.streams.get(stream.request.id) is stream:
+            del self.streams[stream.request.id]
+            if before is not None:
+                self._register(before)
+
+    def _drop(self, stream: Stream) -> None:
+        del self.streams[stream.request.id]
+        metrics.stream_open.set(len(self.streams))
+        if not stream.ended and not stream.moved:
+            self.cancel(stream.request.id, stream.request.model)
+
+    def _linger(self, stream: Stream) -> None:
+        if len(self._lingering) >= LINGERING_MAX:
+            self._end_lingering(next(iter(self._lingering)))
+        stream.linger()
+        self._lingering[stream] = time.monotonic() + stream.request.linger_ms / 1000
+
+    def _end_lingering(self, stream: Stream) -> None:
+        if self._lingering.pop(stream, None) is not None and self.streams.get(stream.request.id) is stream:
+            self._drop(stream)
+
+    # --- the loops
 
     def start(self) -> None:
-        """Start both loops as threads (greenlets, under gevent)."""
-        for loop in (self.pump, self._watch_forever):
-            threading.Thread(target=loop, name=loop.__name__, daemon=True).start()
+        """Start the loops as threads (greenlets, under gevent)."""
+        for loop in (self.pump, self._watch_forever, self._fill_forever):
+            threading.Thread(target=self._supervise, args=(loop,), name=loop.__name__, daemon=True).start()
 
     def stop(self) -> None:
         self._closed = True
+
+    def _supervise(self, loop: Callable[[], None]) -> None:
+        while not self._closed:
+            try:
+                loop()
+            except Exception:  # a fault of ours; a gateway without this loop would be worse than one that tries again
+                log.exception("loop_failed", loop=loop.__name__)
+                metrics.loops_failed.labels(loop.__name__).inc()
+                time.sleep(PAUSE_S)
+
+    def _fill_forever(self) -> None:
+        while not self._closed:
+            self.filler.wait(WATCH_S)
+            self.filler.fill()
+
+    # --- the pump
 
     def pump(self) -> None:
         """Read the channels, and subscribe again whenever the connection is lost."""
@@ -315,7 +249,7 @@ class Subscriber:
             raise RedisConnectionError("the subscription is deaf")
 
     def receive(self, raw: bytes) -> None:
-        """Hand a frame's deltas and endings to their streams."""
+        """Hand a frame's deltas, takeovers and endings to their streams."""
         try:
             frame = decode(raw)
         except msgspec.DecodeError:
@@ -325,6 +259,10 @@ class Subscriber:
             stream = self.streams.get(delta.id)
             if stream is not None:
                 stream.take(delta)
+        for takeover in frame.takeovers:
+            stream = self.streams.get(takeover.id)
+            if stream is not None:
+                stream.fence(takeover.attempt)
         for ending in frame.endings:
             stream = self.streams.get(ending.id)
             if stream is not None:
@@ -338,42 +276,184 @@ class Subscriber:
             now_s = time.monotonic()
             for stream in list(self.streams.values()):
                 stream.keep_alive(now_s)
+            self.end_lingerers(now_s)
             try:
                 self.watch()
             except (*AWAY, RedisError) as e:
                 log.warning("watch_failed", error=repr(e))
 
+    def end_lingerers(self, now_s: float) -> None:
+        """Let go of streams that nobody came back for, and of those that ended or moved meanwhile."""
+        for stream, until_s in list(self._lingering.items()):
+            if stream.over or now_s >= until_s:
+                self._end_lingering(stream)
+
     def watch(self) -> None:
-        """Ask after every open request, cancel what could not be cancelled before, and send an echo to ourselves."""
+        """Renew this gateway's lease at every queue, ask after every open request, cancel what could not be cancelled
+        before, and send an echo to ourselves."""
         self.store.run(publish(next(iter(self.queues)), self.gateway, _ECHO))
         self._echoed_s = time.monotonic()
-        for model, queue_ in self.queues.items():
-            ids = [s.request.id for s in list(self.streams.values()) if s.accepted and s.request.model == model]
-            for start in range(0, len(ids), WATCH_MAX):
-                some = ids[start : start + WATCH_MAX]
-                seen = self.store.run(queue_.watch(self.gateway, some, lease_ms=LEASE_MS))
-                for request_id, state in zip(some, seen, strict=True):
-                    self._saw(request_id, state)
+        for model in self.queues:
+            self._watch_model(model)
         for request_id, model in list(self._abandoned.items()):
-            self.store.run(self.queues[model].cancel(request_id))
+            self.store.run(self.queues[model].cancel(request_id, self.gateway))
             del self._abandoned[request_id]
 
-    def _saw(self, request_id: str, seen: Seen) -> None:
-        stream = self.streams.get(request_id)
-        if stream is None or stream.over:
+    def _watch_model(self, model: str) -> None:
+        streams = [s for s in list(self.streams.values()) if s.accepted and s.request.model == model]
+        for start in range(0, max(len(streams), 1), WATCH_MAX):
+            some = streams[start : start + WATCH_MAX]
+            watched = self.store.run(self.queues[model].watch(self.gateway, [s.request.id for s in some]))
+            if start == 0:
+                self._look(model, watched)
+            for stream, seen in zip(some, watched.seen, strict=True):
+                self._saw(stream, seen)
+
+    def _look(self, model: str, watched: Watched) -> None:
+        """How the queue moves, and who is awaited when it does not."""
+        now_ms = time.monotonic_ns() // 1_000_000
+        self.watched[model] = watched
+        self.paces[model] = self.paces[model].look(watched.started, watched.waiting, watched.workers, now_ms)
+        self.starting[model] = None
+        if watched.waiting and not watched.workers:
+            rows: list[fleet.Worker] = self.store.run(fleet.workers(model))
+            self.starting[model] = fleet.starting(rows)
+
+    def _saw(self, stream: Stream, seen: Seen) -> None:
+        if stream.over or self.streams.get(stream.request.id) is not stream:
             return
-        if seen.state == "unknown":
-            self._enqueue_again(stream)
-        elif seen.state == "waiting":
-            stream.waits(seen.place)
-        elif seen.ending is not None:
-            stream.end(seen.ending, surely=False)
+        match seen.state:
+            case "unknown":
+                self._enqueue_again(stream)
+            case "elsewhere":
+                stream.move()
+            case "waiting":
+                model = stream.request.model
+                stream.waits(seen.place, self.estimate_ms(model, seen.place), self.starting.get(model))
+            case "ended":
+                assert seen.ending is not None
+                stream.end(seen.ending)
 
     def _enqueue_again(self, stream: Stream) -> None:
-        """The store lost it. While its client waits the gateway still has it: the same id goes on, or ends as lost."""
-        log.warning("request_forgotten", request_id=stream.request.id, delivered_tokens=len(stream.tokens))
-        task = generation(stream.request)
-        call = self.queues[stream.request.model].enqueue(
-            task, attempt=stream.attempt, delivered_tokens=len(stream.tokens)
-        )
-        self.store.run(call)
+        """The store lost it. While its client waits the gateway still has it: the same id goes on from what was
+        relayed, or ends as lost."""
+        request = stream.request
+        log.warning("request_forgotten", request_id=request.id, delivered_tokens=len(stream.tokens))
+        if stream.attached:
+            stream.break_off(RequestFailed("The queue lost this request. Please retry."))
+            return
+        shown = bool(stream.tokens)
+        if shown and not stream.put_back:
+            stream.fence(stream.attempt + 1)  # its worker does not know yet that it lost it
+            relayed = Delta(request.id, stream.attempt, 0, tuple(stream.tokens), stream.text, 0)
+            self.store.run_all(save(request.model, relayed))
+            stream.put_back = True
+        task = generation(request, stream.view)
+        again = self.store.run(self.queues[request.model].enqueue(task, attempt=stream.attempt, shown=shown))
+        stream.put_back = again.status == "full"
+
+
+@dataclass
+class Gap:
+    """A stream that misses a part."""
+
+    due_s: float = 0.0  #: when it is tried next
+    tries: int = 0
+
+
+class Filler:
+    """Reads what streams miss from saved output and logs. One loop for the process, so that a gap stalls no other
+    stream; streams that miss something of the same worker share one reading of its log."""
+
+    def __init__(self, store: Store, queues: Mapping[str, Queue]) -> None:
+        self.store, self.queues = store, queues
+        self.gaps: dict[Stream, Gap] = {}  #: at most one for every open stream
+        self._asked: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+
+    def ask(self, stream: Stream) -> None:
+        """Fill this stream, soon. Never blocks."""
+        self._asked.put(stream)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to fill, or time is up."""
+        due_s = min((gap.due_s for gap in self.gaps.values()), default=float("inf"))
+        try:
+            asked = self._asked.get(timeout=max(0.0, min(timeout_s, due_s - time.monotonic())))
+        except queue.Empty:
+            return
+        self.gaps[asked] = Gap()
+
+    def fill(self) -> None:
+        """Try what is due, once."""
+        while not self._asked.empty():
+            self.gaps[self._asked.get()] = Gap()
+        now_s = time.monotonic()
+        for model in self.queues:
+            due = [s for s, gap in self.gaps.items() if s.request.model == model and gap.due_s <= now_s]
+            for start in range(0, len(due), FILL_MAX):
+                self._fill(model, due[start : start + FILL_MAX])
+
+    def _fill(self, model: str, streams: Sequence[Stream]) -> None:
+        ids = [stream.request.id for stream in streams]
+        try:
+            outputs = self.found(model, ids)
+        except AWAY as e:
+            log.warning("fill_failed", error=repr(e))
+            for stream in streams:
+                self.gaps[stream].due_s = time.monotonic() + PAUSE_S
+            return
+        except Exception:  # whatever it is, these streams must end; it must not end the loop
+            log.exception("fill_failed")
+            outputs = map(Output, ids)
+        for stream, output in zip(streams, outputs, strict=True):
+            self._hand(stream, output)
+            time.sleep(0)  # the pump's turn
+
+    def _hand(self, stream: Stream, output: Output) -> None:
+        gap = self.gaps.pop(stream)
+        if _filled(stream, output):
+            metrics.stream_filled.inc()
+        elif gap.tries < len(FILL_PAUSES_S):
+            due_s = time.monotonic() + FILL_PAUSES_S[gap.tries]
+            self.gaps[stream] = Gap(due_s, gap.tries + 1)
+        else:
+            log.error("stream_gap_stays", request_id=stream.request.id, tokens=len(stream.tokens))
+            stream.give_up()
+
+    def found(self, model: str, ids: Sequence[str]) -> Iterator[Output]:
+        """The output of each request, read now and put together one by one. Logs are read before what is saved:
+        whatever is cut from a log between the two has been saved."""
+        trails = self.store.run_all([self.queues[model].logs_of(request_id) for request_id in ids])
+        workers = list(dict.fromkeys(chain.from_iterable(trails)))
+        calls: list[Call[Any]] = [logged(model, worker) for worker in workers]
+        replies = self.store.run_all(calls + [saved(model, request_id) for request_id in ids])
+        wanted = set(ids)
+        steps = {worker: _by_request(frames, wanted) for worker, frames in zip(workers, replies, strict=False)}
+        parts = zip(ids, replies[len(workers) :], trails, strict=True)
+        return (_output(one, kept, [steps[worker].get(one, []) for worker in trail]) for one, kept, trail in parts)
+
+
+def _filled(stream: Stream, output: Output) -> bool:
+    try:
+        return stream.fill(output)
+    except Exception:  # a fault of ours in one stream must not end the loop of all
+        log.exception("fill_failed", request_id=stream.request.id)
+        return False
+
+
+def _by_request(frames: Iterable[Frame], wanted: set[str]) -> dict[str, list[Delta]]:
+    """A log's deltas of these requests: it holds those of a whole batch."""
+    found: dict[str, list[Delta]] = {}
+    for frame in frames:
+        for delta in frame.deltas:
+            if delta.id in wanted:
+                found.setdefault(delta.id, []).append(delta)
+    return found
+
+
+def _output(request_id: str, kept: Iterable[Delta], logs_of_it: Iterable[list[Delta]]) -> Output:
+    output = Output(request_id)
+    output.add(kept)
+    for deltas in logs_of_it:
+        output.add(deltas)
+    return output

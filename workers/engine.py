@@ -6,7 +6,7 @@ its agent starts another: nothing is rebuilt in place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineDead(Exception):
     """The engine process is gone. Every request in it is lost; the worker process must exit."""
+
+
+class EngineHung(EngineDead):
+    """The engine process is there and does not answer. As good as dead."""
 
 
 class EngineRefused(Exception):
@@ -69,8 +73,12 @@ class Engine(Protocol):
     async def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a conversation with one user turn, by the model's own template: what the canary asks."""
 
+    def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
+        """Text of output ids as the stream of a request with this prompt has it, special tokens skipped. A character
+        that is not whole at the end is U+FFFD."""
+
     async def ping(self) -> None:
-        """Return when the engine itself answers (not just its front). Raises EngineDead."""
+        """Return when the engine itself answers (not just its front). Raises EngineDead; EngineHung: no answer."""
 
     def stats(self) -> EngineStats: ...
 

@@ -3,6 +3,10 @@
 The scaler writes what this host is to run (core/fleet.py); without a scaler it runs what FOREBAY_WORKERS says. Each
 worker is a process in a session of its own, without DATABASE_URL. A death is reported at once, so that the queue
 does not wait for the dead worker's lease.
+
+An engine's processes may outlive their worker and keep the GPU. Each carries the mark that its worker's agent put into
+the environment; when an agent begins, and when a worker has died, marked processes that no worker stands behind are
+killed. Nobody else's are touched.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 
+import psutil
+
 from core import catalog, fleet, supervise
 from core.catalog import Catalog
 from core.redis import AWAY, RedisError, Store
-from core.settings import WITHHELD, BadSettings, Settings, read
+from core.settings import WITHHELD, BadSettings, Settings, read, variable
 from core.supervise import Death, Process, Supervisor
 from core.telemetry import logs
 from tasks.queue import Queue
@@ -27,6 +33,9 @@ log = logs.get(__name__)
 
 #: Workers that a machine without a GPU holds at most; its memory is the real bound.
 CPU_ROOM = 8
+#: The environment variable by which an agent knows what it, or its predecessor, has started. `SPT_NOENV` keeps it
+#: readable where a process changes its title, as vLLM's do.
+MARK = variable("engine_of")
 #: How often the agent looks at its processes and at its assignment, seconds.
 TEND_S = 0.1
 LOOK_S = 0.5
@@ -39,7 +48,8 @@ class Agent:
         self.settings, self.models, self.store = settings, models, store
         self.host = host_id(settings)
         self.environ = {name: value for name, value in environ.items() if name not in WITHHELD}
-        self.environ["FOREBAY_SUPERVISED"] = "1"
+        self.mark = f"{self.host}:{settings.data.resolve()}"
+        self.environ |= {"FOREBAY_SUPERVISED": "1", MARK: self.mark, "SPT_NOENV": "1"}
         self.supervisor = Supervisor(drain_s=settings.drain_s + supervise.GRACE_S, died=self._died)
         self.assigned = _fixed(settings.workers)  #: what to run, as was last said
         self.model_of: dict[str, str] = {}  #: process -> model
@@ -49,6 +59,7 @@ class Agent:
 
     def run(self) -> None:
         """Tend until told to end; then let the workers drain."""
+        reap(self.mark)
         while not self.supervisor.ending:
             self.tend(time.monotonic())
             time.sleep(TEND_S)
@@ -100,6 +111,7 @@ class Agent:
 
     def _died(self, death: Death) -> None:
         log.warning("worker_died", name=death.name, pid=death.pid, status=death.status, asked=death.asked)
+        reap(self.mark)
         model = death.name.rpartition(".")[0]
         self.unburied.append((model, worker_id(self.host, death.name, death.pid)))
 
@@ -116,6 +128,39 @@ class Agent:
             step()
         except (*AWAY, RedisError) as e:
             log.warning("store_away", error=repr(e))
+
+
+def reap(mark: str) -> list[int]:
+    """Kill the processes of our engines whose worker is gone; returns their ids."""
+    ours = {process.pid: process for process in psutil.process_iter() if _marked(process, mark)}
+    workers = {pid for pid, process in ours.items() if _is_worker(process)}
+    killed = []
+    for pid, process in ours.items():
+        if pid in workers:
+            continue  # one whose agent is gone hands back and ends by itself
+        try:
+            if not workers.isdisjoint(parent.pid for parent in process.parents()):
+                continue
+            process.kill()
+        except psutil.Error:
+            continue  # it has ended meanwhile
+        log.warning("orphan_killed", pid=pid)
+        killed.append(pid)
+    return killed
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:
+        return False  # another user's, or gone
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "workers.main" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def room() -> int:

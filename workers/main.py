@@ -2,24 +2,27 @@
 
 Run by its host's agent (workers/host.py): `python -m workers.main MODEL NAME`. A worker's id is made of its host,
 its name there and its process id, so that the agent knows which worker a death was. Exit codes: 0 told to stop,
-1 the engine died or answered wrong, 2 the settings are bad.
+1 the engine died, hung or answered wrong, 2 the settings are bad.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import dramatiq
+import psutil
 
-from core import catalog, fleet
+from core import catalog, fleet, lengths
 from core.catalog import Model
 from core.limits import counters
 from core.redis import AWAY, AsyncStore, RedisError, Store
@@ -27,15 +30,17 @@ from core.settings import BadSettings, Settings, read
 from core.telemetry import logs
 from core.values import Caller, Request, Sampling, WorkerState
 from tasks.broker import QueueBroker
-from tasks.queue import Queue
-from tasks.runner import IDLE_S, Runner
-from workers.engine import Engine, EngineDead
+from tasks.queue import Queue, Room
+from tasks.runner import IDLE_S, VICTIMS_MAX, Held, Runner, Victim
+from workers import headroom
+from workers.engine import Engine, EngineDead, EngineFacts
 from workers.generate import Generator, Publisher
+from workers.watchdog import LOOK_S, Watchdog, hung_after_s
 
 log = logs.get(__name__)
 
-#: How often an idle engine is asked whether it is there, seconds.
-PING_S = 5.0
+#: How long a well engine may take to stop, seconds, less than supervise.GRACE_S; a sick one is not asked.
+STOP_S = 4.0
 #: Most tokens that a canary may take.
 CANARY_TOKENS = 32
 
@@ -61,6 +66,11 @@ def gpus() -> int:
         return 0
 
 
+def on_cpu(settings: Settings) -> bool:
+    """Whether a real model runs on this machine's CPU."""
+    return settings.engine == "vllm" and gpus() == 0
+
+
 def engine_for(settings: Settings, model: Model) -> Engine:
     """The engine that the settings ask for."""
     if settings.engine == "scripted":
@@ -69,7 +79,83 @@ def engine_for(settings: Settings, model: Model) -> Engine:
         return ScriptedEngine(model)
     from workers.vllm.engine import VllmEngine
 
-    return VllmEngine(model, settings.data, timed=settings.engine == "timed")
+    ping_s = min(hung_after_s(model, on_cpu=on_cpu(settings)) / 2, 10.0)
+    return VllmEngine(model, settings.data, timed=settings.engine == "timed", ping_s=ping_s)
+
+
+class Intake:
+    """What the runner asks before it claims. headroom.py does the sums; here are engine and requests."""
+
+    def __init__(
+        self, engine: Engine, model: Model, facts: EngineFacts, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.engine, self.now_s = engine, now_s
+        self.shape = headroom.Shape.of(facts, model)
+        self.prefill = headroom.unmeasured(model)
+
+    def serve(self, runner: Runner, generator: Generator) -> None:
+        self.runner, self.generator = runner, generator
+
+    def slots(self) -> int:
+        return self.shape.slots - len(self.runner.held)
+
+    def room(self) -> Room:
+        return _room(headroom.headroom(self.shape, self.engine.stats(), self._look(), self.prefill))
+
+    def victims(self, cls: int) -> list[Victim]:
+        if self.slots() > 0 and headroom.worth_waiting(self.shape, self.prefill, cls):
+            return []
+        in_hand, stats, held = self._look(), self.engine.stats(), self.runner.held
+        may = [one for one in in_hand if not held[one.id].let_go and not held[one.id].finishing]
+        return [
+            Victim(id=one.id, cls=one.cls, room=_room(headroom.without(one, self.shape, stats, in_hand, self.prefill)))
+            for one in headroom.victims(may, cls)[:VICTIMS_MAX]
+        ]
+
+    def again_s(self) -> float:
+        return headroom.again_s(self.shape, self.prefill)
+
+    def stepped(self) -> None:
+        """After each step: first tokens make room for other prompts."""
+        waiting = self.prefill.waiting
+        if any(id_ not in self.runner.held or _prefilled(self.runner.held[id_]) for id_ in waiting):
+            self._look()
+            self.runner.stir()
+
+    def _look(self) -> list[headroom.InHand]:
+        """The requests in hand; and what is known of their prompts is brought up to now."""
+        requests = {request.id: request for request, _ in self.generator.progress()}
+        held = self.runner.held.values()
+        in_hand = [_in_hand(order, one, requests.get(one.claim.id)) for order, one in enumerate(held)]
+        waiting = {one.id: one.kv_tokens for one in in_hand if not one.prefilled}
+        before = self.prefill.waiting
+        done = sum(before[one.id] - one.cached_tokens for one in in_hand if one.prefilled and one.id in before)
+        self.prefill = headroom.advance(self.prefill, self.now_s(), waiting, done, self.shape.step_tokens)
+        return in_hand
+
+
+def _room(free: headroom.Headroom) -> Room:
+    return Room(**vars(free))
+
+
+def _prefilled(held: Held) -> bool:
+    return held.usage.output_tokens > held.cut
+
+
+def _in_hand(order: int, held: Held, request: Request | None) -> headroom.InHand:
+    claim, usage = held.claim, held.usage
+    return headroom.InHand(
+        id=claim.id,
+        cls=claim.cls,
+        attempt=claim.attempt,
+        order=order,
+        input_tokens=claim.input_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=max(usage.output_tokens, held.cut),
+        expected_tokens=claim.need_tokens - claim.input_tokens,
+        prefilled=_prefilled(held),
+        sampling=request.sampling if request else None,
+    )
 
 
 class Life:
@@ -85,7 +171,9 @@ class Life:
         self.stopping = asyncio.Event()
         self.state = WorkerState.BOOTING
         self.detail = ""
-        self.slots = 0
+        self._entered_s = time.monotonic()
+        self.facts = EngineFacts(slots=0, context_tokens=0, kv_tokens=0)  #: once the engine has started
+        self.sick = False  #: the engine is past being asked for anything
         self.lease_ms, self.beat_ms = settings.lease(on_cpu=gpus() == 0)
         self.runner: Runner | None = None
 
@@ -99,6 +187,7 @@ class Life:
             return await self._serve()
         except (CanaryFailed, EngineDead) as e:
             log.error("engine_unfit", error=str(e))
+            self.sick = True
             return 1
         finally:
             presence.cancel()
@@ -107,8 +196,7 @@ class Life:
     async def _load(self) -> None:
         """From nothing to ready."""
         self._enter(WorkerState.LOADING, "the model goes into the engine")
-        facts = await self.engine.start()
-        self.slots = facts.slots
+        self.facts = await self.engine.start()
         self._enter(WorkerState.WARMING, "asking the canary")
         await self._canary()
 
@@ -123,58 +211,80 @@ class Life:
             prompt_token_ids=prompt,
             sampling=Sampling(max_tokens=CANARY_TOKENS, temperature=0),
         )
-        async with aclosing(self.engine.generate(request)) as pieces:
-            answer = "".join([piece.text async for piece in pieces])
+        try:
+            async with asyncio.timeout(2 * self._hung_s), aclosing(self.engine.generate(request)) as pieces:
+                answer = "".join([piece.text async for piece in pieces])
+        except TimeoutError:
+            raise CanaryFailed(f"asked {self.model.canary.prompt!r}, it says nothing") from None
         expected = self.model.canary.answer if self.settings.engine == "vllm" else ""
         if expected and answer.strip() != expected:
             raise CanaryFailed(f"asked {self.model.canary.prompt!r}, it answers {answer.strip()!r}")
 
     async def _serve(self) -> int:
         """Claim and generate until told to stop, or the engine is gone."""
-        runner = self.runner = self._make_runner()
+        intake = Intake(self.engine, self.model, self.facts)
+        runner = self.runner = self._make_runner(intake)
         publisher = Publisher(self.store, runner, self.model.name, buffer_s=self.settings.buffer_s)
+        runner.before_back = publisher.put_away
         generator = Generator(self.engine, runner, publisher)
+        intake.serve(runner, generator)
         generate: Any = generator.generate  # Dramatiq's types know no bound coroutine
         dramatiq.Actor(
             generate, broker=runner.broker, actor_name="generate", queue_name=self.model.name, priority=0, options={}
         )
         self.engine.on_step(publisher.step)
+        watchdog = Watchdog(self.engine, lambda: len(generator.progress()), hung_s=self._hung_s)
+        self.engine.on_step(watchdog.stepped)
+        self.engine.on_step(intake.stepped)
         background = [
             asyncio.create_task(runner.run()),
             asyncio.create_task(_forever(publisher.run, 0)),
+            asyncio.create_task(_forever(publisher.saves, 0)),
             asyncio.create_task(_forever(lambda: self._report(generator), 1.0)),
-            asyncio.create_task(_forever(lambda: self._ping(generator), PING_S)),
+            asyncio.create_task(_forever(lambda: self._learn(generator), 1.0)),
+            asyncio.create_task(_forever(watchdog.look, LOOK_S)),
         ]
         self._enter(WorkerState.READY)
-        dead = asyncio.create_task(generator.dead.wait())
-        told = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({dead, told}, return_when=asyncio.FIRST_COMPLETED)
-        self._enter(WorkerState.DRAINING)
-        await runner.drain(0.0 if dead.done() else self.settings.drain_s)
-        for task in (*background, dead, told):
+        waits = [asyncio.create_task(event.wait()) for event in (generator.dead, watchdog.sick, self.stopping)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        self.sick = generator.dead.is_set() or watchdog.sick.is_set()
+        self._enter(WorkerState.DRAINING, watchdog.reason)
+        if self.sick:
+            await runner.drain(0.0, reason=watchdog.reason or "its engine died", died=True)
+        else:
+            await self._drain(runner, waits[:2])
+        for task in (*background, *waits):
             task.cancel()
-        return 1 if generator.dead.is_set() else 0
+        return 1 if self.sick else 0
 
-    def _make_runner(self) -> Runner:
-        broker = QueueBroker(Store.connect(self.settings.redis_url))
-        runner = Runner(
-            broker,
+    async def _drain(self, runner: Runner, sick: list[asyncio.Task[Any]]) -> None:
+        """Let what runs end, unless the engine falls sick over it."""
+        draining = asyncio.create_task(runner.drain(self.settings.drain_s))
+        await asyncio.wait({draining, *sick}, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            self.sick = True
+            draining.cancel()
+            await asyncio.wait({draining})
+            await runner.drain(0.0, reason="its engine died", died=True)
+
+    @property
+    def _hung_s(self) -> float:
+        return hung_after_s(self.model, on_cpu=on_cpu(self.settings))
+
+    def _make_runner(self, intake: Intake) -> Runner:
+        return Runner(
+            QueueBroker(Store.connect(self.settings.redis_url)),
             self.store,
             self.blocking,
             Queue(self.model.name),
             worker=self.worker,
             lease_ms=self.lease_ms,
             beat_ms=self.beat_ms,
-            room=lambda: self.slots - len(runner.held),
+            room=intake.slots,
+            headroom=intake.room,
+            victims=intake.victims,
+            again_s=intake.again_s,
         )
-        return runner
-
-    async def _ping(self, generator: Generator) -> None:
-        """A dead engine is noticed by the requests in it; an idle one has none."""
-        try:
-            await self.engine.ping()
-        except EngineDead:
-            generator.dead.set()
 
     async def _report(self, generator: Generator) -> None:
         """Tokens so far, one call per organisation: the limiter's view of running requests."""
@@ -185,6 +295,13 @@ class Life:
         if by_org:
             await self.store.run_all([counters.progress(org_id, so_far) for org_id, so_far in by_org.items()])
 
+    async def _learn(self, generator: Generator) -> None:
+        """How long answers came out. What is lost on the way is not missed."""
+        answers = list(generator.learned)
+        generator.learned.clear()
+        if answers:
+            await self.store.run_all([lengths.learn(self.model.name, key, tokens) for key, tokens in answers])
+
     async def _announce(self) -> None:
         row = fleet.Worker(
             worker=self.worker,
@@ -192,15 +309,18 @@ class Life:
             model=self.model.name,
             state=self.state,
             pid=os.getpid(),
-            slots=self.slots,
+            slots=self.facts.slots,
             running=len(self.runner.held) if self.runner else 0,
             detail=self.detail,
+            since_ms=int((time.monotonic() - self._entered_s) * 1000),
+            kv_tokens=self.facts.kv_tokens,
+            context_tokens=self.facts.context_tokens,
         )
         await self.store.run(fleet.announce_worker(row))
 
     def _enter(self, state: WorkerState, detail: str = "") -> None:
         log.info("worker_state", state=state, worker=self.worker)
-        self.state, self.detail = state, detail
+        self.state, self.detail, self._entered_s = state, detail, time.monotonic()
         asyncio.create_task(self._announce_once())  # noqa: RUF006  (the beat says it again)
 
     async def _announce_once(self) -> None:
@@ -223,13 +343,25 @@ class Life:
 
     async def _leave(self) -> None:
         self.state = WorkerState.GONE
-        await self.engine.stop()
+        await self._stop_engine()
         try:
             await self.store.run(fleet.remove_worker(self.model.name, self.worker))
         except (*AWAY, RedisError) as e:
             log.warning("not_removed", error=repr(e))
         await self.store.close()
         await self.blocking.close()
+
+    async def _stop_engine(self) -> None:
+        """The engine ends, gently if it is well, and nothing of it stays behind."""
+        if not self.sick:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self.engine.stop()
+            except (TimeoutError, EngineDead) as e:
+                log.warning("engine_not_stopped", error=repr(e))
+        for process in psutil.Process().children(recursive=True):  # a worker has no other children
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 async def _forever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
 from core.catalog import Model
 from core.values import Request
 from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece
+from workers.resume import StopMatcher
 
 #: The letters of a script, as token ids: the byte tokenizer reads them as they are. They end at "n" because the byte
 #: tokens of SmolLM2's vocabulary are printable only up to id 110, and its timed engine is to give clean text too.
@@ -77,11 +78,9 @@ class _Run:
         self.seed = script_seed(request, cut)
         self.start = self.offset = cut
         self.end = cut + max_tokens
-        self.stop = tuple(filter(None, request.sampling.stop))
-        #: Characters kept back because a stop string may have begun in them.
-        self.hold = max(map(len, self.stop), default=1) - 1
+        self.stops = StopMatcher(request.sampling.stop) if any(request.sampling.stop) else None
         self.tokens: list[int] = []
-        self.text = ""
+        self.text = ""  #: to be handed out, where stop strings are looked for
         self.finish: str | None = None
         self.waiter: asyncio.Future[None] | None = None
 
@@ -94,17 +93,13 @@ class _Run:
         token = _block(self.seed, self.offset // _BLOCK)[self.offset % _BLOCK]
         self.offset += 1
         self.tokens.append(token)
-        if self.stop:
-            self._look_for_stop(token)
+        if self.stops is not None:
+            self.text += self.stops.add(chr(token))
+            if self.stops.found:
+                self.finish = "stop"
         if self.finish is None and self.offset >= self.end:
             self.finish = "length"
         self.wake()
-
-    def _look_for_stop(self, token: int) -> None:
-        self.text += chr(token)
-        found = [at for at in map(self.text.find, self.stop) if at >= 0]
-        if found:
-            self.text, self.finish = self.text[: min(found)], "stop"
 
     def end_as(self, finish: str) -> None:
         if self.finish is None:
@@ -126,17 +121,16 @@ class _Run:
         if self.finish is None:
             if not tokens:
                 return None
-            if len(tokens) == 1 and not self.stop:
+            if len(tokens) == 1 and self.stops is None:
                 return _ONE_TOKEN[tokens.pop()]
         self.tokens = []
         return Piece(tokens=tuple(tokens), text=self._take_text(tokens), finish=self.finish)
 
     def _take_text(self, tokens: list[int]) -> str:
-        if not self.stop:
+        if self.stops is None:
             return bytes(tokens).decode("ascii")
-        ready = len(self.text) if self.finish is not None else max(0, len(self.text) - self.hold)
-        text, self.text = self.text[:ready], self.text[ready:]
-        return text
+        text, self.text = self.text, ""
+        return text if self.finish is None else text + self.stops.rest()
 
 
 class ScriptedEngine:
@@ -183,6 +177,9 @@ class ScriptedEngine:
 
     async def prompt_ids(self, text: str) -> list[int]:
         return list(f"user: {text}\nassistant: ".encode())
+
+    def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
+        return bytes(ids).decode("ascii")
 
     async def ping(self) -> None:
         if self._task is None or self._task.done():

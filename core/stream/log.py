@@ -1,13 +1,13 @@
 """The token stream between workers and gateways: channels, each worker's step log, and what was saved of each output.
 
-| key                     | type    | ttl            | writer                     | reader             | holds              |
-|-------------------------|---------|----------------|----------------------------|--------------------|--------------------|
-| f1:{model}:gateway:<id> | channel | -              | workers, the queue's lua   | that gateway       | Frame              |
-| f1:{model}:log:<worker> | STREAM  | LOG_MS         | that worker, every step    | the next worker of | a Frame for each   |
-|                         |         |                |                            | a request; web     | gateway: 0, 1, …   |
-| f1:{model}:output:<id>  | LIST    | RUNNING_MS;    | the worker that has it:    | the same           | Delta, many steps  |
-|                         |         | OUTPUT_MS from | every few beats, on taking |                    | in one             |
-|                         |         | the end on     | over, at the end           |                    |                    |
+| key                     | type    | ttl         | writer                       | reader           | holds          |
+|-------------------------|---------|-------------|------------------------------|------------------|----------------|
+| f1:{model}:gateway:<id> | channel | -           | workers, the queue's lua     | that gateway     | Frame          |
+| f1:{model}:log:<worker> | STREAM  | LOG_MS      | that worker, every step      | a request's next | a Frame for    |
+|                         |         |             |                              | worker; web      | each gateway   |
+| f1:{model}:output:<id>  | LIST    | RUNNING_MS; | its worker: every few beats, | the same         | Delta, many    |
+|                         |         | OUTPUT_MS   | on taking over, at the end   |                  | steps in one   |
+|                         |         | from its end|                              |                  |                |
 
 Promise   a delta is in its worker's log before it is published, so whoever reads saved output and logs has at least
           what any gateway relayed. Saved output and the log are merged by (attempt, offset): a repeat changes nothing,
@@ -19,15 +19,27 @@ Dies      gateway: its requests' deltas are logged all the same; another attache
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from core.redis import Call, command, tag
-from core.stream.frames import Delta, Frame, decode
+from core.stream.frames import Delta, Frame, Output, decode
+
+__all__ = [
+    "LOG_MS",
+    "OUTPUT_MS",
+    "Output",
+    "RUNNING_MS",
+    "cut_log",
+    "gateway_channel",
+    "log_step",
+    "logged",
+    "publish",
+    "save",
+    "saved",
+]
 
 #: How long a log outlives its worker's last save, ms.
 LOG_MS = 15 * 60 * 1000
@@ -97,60 +109,3 @@ def saved(model: str, request_id: str) -> Call[list[Delta]]:
 
 def _output(model: str, request_id: str) -> str:
     return f"{tag(model)}output:{request_id}"
-
-
-# --- what they come to
-
-
-@dataclass
-class Output:
-    """What was delivered of one request, put together from saved output and logs, in that order."""
-
-    request_id: str
-    attempt: int = 0
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    deltas: list[Delta] = field(default_factory=list)  #: that make it up, in order, without a gap or a repeat
-    chars: int = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-    def add(self, deltas: Iterable[Delta]) -> None:
-        """Take what continues the output; what is known or belongs to an older attempt is passed over."""
-        for delta in deltas:
-            if delta.id != self.request_id or delta.attempt < self.attempt:
-                continue
-            if delta.attempt > self.attempt:
-                self._cut_back(delta)
-            if (delta.offset, delta.at) == (len(self.tokens), self.chars):
-                self.tokens.extend(delta.tokens)
-                self.chars += len(delta.text)
-                self.deltas.append(delta)
-
-    def add_frames(self, frames: Iterable[Frame]) -> None:
-        """Take what a log has."""
-        for frame in frames:
-            self.add(frame.deltas)
-
-    def _cut_back(self, delta: Delta) -> None:
-        """A newer attempt begins here: what an older one had beyond is not the output."""
-        self.attempt = delta.attempt
-        while self.deltas and (self.deltas[-1].offset, self.deltas[-1].at) >= (delta.offset, delta.at):
-            self._drop(self.deltas.pop())
-        if self.deltas and len(self.tokens) > delta.offset:
-            self._shorten(delta)
-
-    def _drop(self, delta: Delta) -> None:
-        del self.tokens[delta.offset :]
-        self.chars = delta.at
-
-    def _shorten(self, delta: Delta) -> None:
-        last = self.deltas.pop()
-        kept = msgspec.structs.replace(
-            last, tokens=last.tokens[: delta.offset - last.offset], text=last.text[: delta.at - last.at]
-        )
-        self._drop(last)
-        self.tokens.extend(kept.tokens)
-        self.chars += len(kept.text)
-        self.deltas.append(kept)

@@ -1,6 +1,7 @@
 """Logs: one JSON object a line on standard error, with a sentence for people and a stable `event` name for machines.
 
-Prompts, outputs and secrets are never logged. `bound(request_id=…)` binds an id to everything inside it.
+Prompts, outputs and secrets are never logged. `bound(request_id=…)` binds an id to everything inside it,
+`bind` to all the rest of an asyncio task or thread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 import orjson
 import structlog
+from structlog.contextvars import bind_contextvars as bind
 from structlog.contextvars import bound_contextvars as bound
 
-__all__ = ["bound", "get", "set_up"]
+__all__ = ["bind", "bound", "get", "set_up"]
 
 
 def set_up(process: str, level: str = "INFO") -> None:

@@ -17,9 +17,13 @@ request_ttft_seconds = Histogram(
 stream_tokens = Counter("forebay_stream_tokens_total", "Tokens relayed to clients", ["model"])
 stream_open = Gauge("forebay_stream_open_requests", "Requests whose stream is open at this gateway")
 stream_fenced = Counter("forebay_stream_fenced_total", "Deltas dropped: of an older attempt, or delivered before")
-stream_gaps = Counter("forebay_stream_gaps_total", "Streams ended because a delta was missing")
+stream_gaps = Counter("forebay_stream_gaps_total", "Gaps in open streams: a part of the output did not come")
+stream_filled = Counter("forebay_stream_filled_total", "Gaps filled from saved output and logs, and streams attached")
 tasks_ended = Counter(
     "forebay_tasks_ended_total", "Tasks that a worker ended, or was fenced from ending", ["model", "outcome"]
+)
+requests_preempted = Counter(
+    "forebay_requests_preempted_total", "Requests handed back for something more urgent", ["model"]
 )
 loops_failed = Counter("forebay_loops_failed_total", "Background loops that failed and were started again", ["loop"])
 usage_ingested = Counter("forebay_usage_ingested_total", "Usage entries written to Postgres")

@@ -40,14 +40,77 @@ def stream(streams: int, tokens: int, seconds: float, file: str | None) -> None:
 @click.option("--messages", type=click.IntRange(100, 1_000_000), default=10_000, show_default=True)
 @click.option("--starts", type=click.IntRange(5, 10_000), default=40, show_default=True, help="Idle starts measured.")
 @click.option("--in-flight", type=click.IntRange(1, 1024), default=256, show_default=True)
-@click.option("--depth", "depths", type=int, multiple=True, default=(0, 100_000), show_default=True)
+@click.option("--depths", "--depth", "depths", type=int, multiple=True, default=(0, 100_000), show_default=True)
+@click.option("--look-s", type=click.FloatRange(0.5, 60), default=5.0, show_default=True, help="At an idle worker.")
 @_json
-def queue(messages: int, starts: int, in_flight: int, depths: tuple[int, ...], file: str | None) -> None:
+def queue(messages: int, starts: int, in_flight: int, depths: tuple[int, ...], look_s: float, file: str | None) -> None:
     """How soon an idle worker starts a task and how many it gets through, beside Dramatiq's stock RedisBroker."""
     from functools import partial
 
     from ops.bench import queue as bench
     from ops.bench import report
 
-    options = bench.Options(messages=messages, starts=starts, in_flight=in_flight, depths=depths)
+    options = bench.Options(messages=messages, starts=starts, in_flight=in_flight, depths=depths, look_s=look_s)
     report.publish(report.measure("queue", partial(bench.figures, options)), file)
+
+
+@command.command()
+@click.option("--streams", type=click.IntRange(2, 1000), default=100, show_default=True, help="Streams at once.")
+@click.option("--kills", type=click.IntRange(0, 1000), default=20, show_default=True, help="Reported by the agent.")
+@click.option("--lease-kills", type=click.IntRange(0, 1000), default=5, show_default=True, help="Found by the lease.")
+@click.option("--outage", "outages_s", type=float, multiple=True, default=(4.0, 20.0), show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True)
+@_json
+def handover(
+    streams: int, kills: int, lease_kills: int, outages_s: tuple[float, ...], seed: int, file: str | None
+) -> None:
+    """What clients see when workers are killed under their streams, and when the store stops for a while."""
+    from functools import partial
+
+    from ops import show
+    from ops.bench import handover as bench
+    from ops.bench import report
+    from ops.bench.platform import BenchFailed
+
+    options = bench.Options(streams=streams, kills=kills, lease_kills=lease_kills, outages_s=outages_s, seed=seed)
+    with show.refusals(BenchFailed):
+        found = report.measure("handover", partial(bench.figures, options))
+    report.publish(found, file)
+
+
+@command.command()
+@click.option("--low", type=click.IntRange(2, 100_000), default=400, show_default=True, help="Low jobs in front.")
+@click.option("--slots", type=click.IntRange(1, 1024), default=64, show_default=True, help="Jobs at once.")
+@click.option("--job-s", type=click.FloatRange(0.05, 60), default=1.0, show_default=True)
+@click.option("--urgent", type=click.IntRange(1, 100), default=5, show_default=True, help="Urgent ones, one by one.")
+@_json
+def priority(low: int, slots: int, job_s: float, urgent: int, file: str | None) -> None:
+    """How soon something urgent starts behind a long queue, beside Dramatiq's stock RedisBroker."""
+    from functools import partial
+
+    from ops import show
+    from ops.bench import priority as bench
+    from ops.bench import report
+    from ops.bench.platform import BenchFailed
+
+    options = bench.Options(low=low, slots=slots, job_s=job_s, urgent=urgent)
+    with show.refusals(BenchFailed):
+        found = report.measure("priority", partial(bench.figures, options))
+    report.publish(found, file)
+
+
+@command.command()
+@click.option("--seconds", type=click.FloatRange(0.5, 600), default=8.0, show_default=True, help="Of each scene.")
+@click.option("--workers", type=click.IntRange(1, 16), default=2, show_default=True)
+@click.option("--slots", type=click.IntRange(1, 256), default=8, show_default=True, help="Of each worker.")
+@click.option("--tenants", type=click.IntRange(2, 1000), default=50, show_default=True)
+@_json
+def fairness(seconds: float, workers: int, slots: int, tenants: int, file: str | None) -> None:
+    """Who gets how many tokens when more is asked for than there is, beside first come, first served."""
+    from functools import partial
+
+    from ops.bench import fairness as bench
+    from ops.bench import report
+
+    options = bench.Options(seconds=seconds, workers=workers, slots=slots, tenants=tenants)
+    report.publish(report.measure("fairness", partial(bench.figures, options)), file)

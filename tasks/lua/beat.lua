@@ -7,9 +7,10 @@
 local worker, lease_ms = ARGV[2], tonumber(ARGV[3])
 if ARGV[4] == '' then
   bury(worker, 1024, false)
+  if call('ZCARD', WAITING) > 0 then wake() end -- it may have taken the marker while it left
   return { 1, 9 }
 end
-call('HSET', COUNTERS, 'lease_ms', lease_ms)
+note('lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
 timers(64)
 for i = 5, #ARGV, 3 do
@@ -23,7 +24,7 @@ for i = 5, #ARGV, 3 do
 end
 local first = call('ZRANGE', TENANTS, 0, 0)[1]
 local urgent = first and tonumber(string.match(first, '^%d')) or 9
-if (call('HGET', SUMS, worker) or '0') == ARGV[4] then return { 1, urgent } end
+if sum_of(worker) == tonumber(ARGV[4]) then return { 1, urgent } end
 local reply = { 0, urgent }
 for _, id in ipairs(claims_of(worker, 4096)) do
   local row = row_of(id)

@@ -2,11 +2,11 @@
 -- ARGV   2 worker  3 most wanted  4 lease ms  5 nonce: one per try, the same again when its reply was lost
 --        6 msgpack map: its room {kv, context, total_kv (-1: unknown), prefill: tokens per class (4), idle, reserve,
 --          steal_ms, scan, below}: see order.lua
--- reply  {{id, attempt, gateway, trail, message, …}, ms until it may find more (-1: no telling), passed}
---        passed: 1 when something waits that did not fit. trail: the worker whose log holds what was delivered and is not saved ('' : none).
+-- reply  {{id, attempt, gateway, trail, class, input, need, message, …}, ms until it may find more (-1: no telling), passed}
+--        passed: the most urgent class of which something waits that did not fit; 9: nothing. trail: the worker whose log holds what was delivered and is not saved ('' : none).
 -- Repeat: with the same nonce the same claims are told again, and none is taken.        cost O(wanted log n)
 local worker, wanted, lease_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-call('HSET', COUNTERS, 'lease_ms', lease_ms)
+note('lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
 timers(16)
 
@@ -16,7 +16,19 @@ local function say(id, row)
   told[#told + 1] = row.attempt
   told[#told + 1] = row.gateway
   told[#told + 1] = row.trail
-  told[#told + 1] = call('HGET', TASKS, id)
+  told[#told + 1] = row.class
+  told[#told + 1] = row.input
+  told[#told + 1] = row.need
+  told[#told + 1] = id -- the message will be in its place
+end
+
+local function tell_all() -- their messages, looked up together
+  local ids = {}
+  for at = 8, #told, 8 do ids[#ids + 1] = told[at] end
+  if #ids > 0 then
+    for i, message in ipairs(call('HMGET', TASKS, unpack(ids))) do told[8 * i] = message end
+  end
+  return told
 end
 
 local last = call('HGET', NONCES, worker)
@@ -25,25 +37,27 @@ if last and string.match(last, '^[^|]*') == ARGV[5] then
     local row = row_of(id)
     if row and row.state == 'running' and row.worker == worker then say(id, row) end
   end
-  return { told, -1, 0 }
+  return { tell_all(), -1, 9 }
 end
 
 local room = cmsgpack.unpack(ARGV[6])
-room.worker, room.slots, room.passed, room.hint_ms = worker, wanted, false, 1 / 0
+room.worker, room.slots, room.passed, room.hint_ms = worker, wanted, 9, 1 / 0
 local full = room.below < 9 -- it has no room, and would make some for what is urgent
 room.prefill = { [0] = room.prefill[1], room.prefill[2], room.prefill[3], room.prefill[4] }
-if counter('waiting_preferred') == 0 then room.scan = math.min(room.scan, TRIES_MAX) end
+room.choosy = room.scan > 1 and counter('waiting_preferred') > 0
+if not room.choosy then room.scan = math.min(room.scan, TRIES_MAX) end
 
-local taken = { ARGV[5] }
+local taken, claims = { ARGV[5] }, {}
 while #taken <= wanted do
-  local id, row = next_for(room)
+  local id, row, others = next_for(room)
   if not id then break end
   if row.losses == 0 and row.attempt == 0 then serve(row.tenant, row.input / row.weight) end -- once: a second run is not its doing
-  leave(id, row)
+  leave(id, row, others)
   take_room(row, room)
   row.state, row.worker, row.attempt = 'running', worker, row.attempt + 1
   keep(id, row)
-  call('ZADD', CLAIMS, 0, worker .. '|' .. id)
+  claims[#claims + 1] = 0
+  claims[#claims + 1] = worker .. '|' .. id
   add_sum(worker, id, row, 1)
   if row.shown and row.gateway ~= '' then -- from here on the older attempt is fenced at the gateway
     call('PUBLISH', PREFIX .. 'gateway:' .. row.gateway, cmsgpack.pack({ v = 1, takeovers = { { id = id, attempt = row.attempt } } }))
@@ -51,7 +65,8 @@ while #taken <= wanted do
   say(id, row)
   taken[#taken + 1] = id
 end
-call('HSET', ROOMS, worker, (full or room.passed) and 0 or room.slots)
+many('ZADD', CLAIMS, claims)
+call('HSET', ROOMS, worker, (full or room.full) and 0 or room.passed < 9 and 0 - room.slots or room.slots)
 if #told > 0 then
   count('started', #taken - 1)
   call('HSET', NONCES, worker, table.concat(taken, '|'))
@@ -59,4 +74,4 @@ if #told > 0 then
 end
 local due = call('ZRANGE', DELAYS, 0, 0, 'WITHSCORES')[2]
 local hint_ms = math.min(room.hint_ms, due and math.max(0, tonumber(due) - now) or 1 / 0)
-return { told, hint_ms < 1 / 0 and hint_ms or -1, room.passed and 1 or 0 }
+return { tell_all(), hint_ms < 1 / 0 and hint_ms or -1, room.passed }

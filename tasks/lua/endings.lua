@@ -16,8 +16,7 @@ local NOTHING = { input_tokens = 0, cached_tokens = 0, output_tokens = 0, reason
 -- All or nothing: terminal record, claim, terminal frame, usage entry. A row is concluded once: it is 'ended' then.
 local function conclude(id, row, outcome, usage, message)
   withdraw(id, row)
-  call('HDEL', TASKS, id)
-  call('ZADD', FORGET, now + FORGET_MS, id)
+  ended[#ended + 1] = id
   if row.facts ~= '' then
     call('XADD', USAGE, '*', 'id', id, 'attempt', row.attempt, 'outcome', outcome, 'worker', row.worker,
       'input', usage.input_tokens, 'cached', usage.cached_tokens,
@@ -44,6 +43,9 @@ local function dead_letter(id, row, message)
   if call('ZCARD', DEAD) > DEAD_MAX then bury_letter(call('ZRANGE', DEAD, 0, 0)[1]) end
 end
 
+-- Its wait begins now, and with it its patience: what ran until a moment ago has not waited.
+local function be_patient(row) row.deadline_ms = row.patience_ms > 0 and now + row.patience_ms or 0 end
+
 -- The worker no longer has it: another goes on with it if that cannot show, else it ends with the reason.
 local function back(id, row, message)
   if row.cancelled ~= '' then return conclude(id, row, row.cancelled, NOTHING, message) end
@@ -57,6 +59,7 @@ local function back(id, row, message)
   -- Whose log holds what was delivered and is not saved yet. Who delivers has saved all before it (deliver.lua).
   if row.first_ms > 0 then row.trail = row.worker end
   row.worker, row.first_ms, row.passed_ms = '', 0, 0
+  be_patient(row)
   join(id, row)
   keep(id, row)
   wake()
@@ -74,6 +77,7 @@ end
 local function forget_worker(worker)
   call('ZREM', LEASES, worker)
   call('HDEL', SUMS, worker)
+  sums[worker] = nil
   call('HDEL', NONCES, worker)
   call('HDEL', ROOMS, worker)
   local saved = call('HGET', SAVING, worker)
@@ -124,8 +128,8 @@ end
 -- After a silence of everybody the store was away: every lease gets its full time again before any is reaped.
 local function hear()
   local last = tonumber(call('HGET', COUNTERS, 'heard_ms') or now)
-  if now - last > SILENCE_MS then call('HSET', COUNTERS, 'mercy_ms', now + counter('lease_ms')) end
-  call('HSET', COUNTERS, 'heard_ms', now)
+  if now - last > SILENCE_MS then note('mercy_ms', now + math.max(counter('lease_ms'), MERCY_MS)) end
+  note('heard_ms', now)
 end
 
 -- What came while nobody was there to run it: its own deadline begins now that somebody is.
@@ -134,7 +138,7 @@ local function release_held(limit)
     call('ZREM', HELD, id)
     local row = row_of(id)
     row.held = false
-    row.deadline_ms = row.patience_ms > 0 and now + row.patience_ms or 0
+    be_patient(row)
     if row.deadline_ms > 0 then call('ZADD', DEADLINES, row.deadline_ms, id) else call('ZREM', DEADLINES, id) end
     keep(id, row)
   end
@@ -147,6 +151,7 @@ local function timers(limit)
   for _, id in ipairs(call('ZRANGEBYSCORE', DELAYS, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', DELAYS, id)
     local row = row_of(id)
+    be_patient(row)
     join(id, row)
     keep(id, row)
     wake()
@@ -157,6 +162,7 @@ local function timers(limit)
   for _, id in ipairs(call('ZRANGEBYSCORE', FORGET, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', FORGET, id)
     call('HDEL', ROWS, id)
+    rows[id], changed[id] = nil, nil
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', DEAD, '-inf', now - DEAD_MS, 'LIMIT', 0, limit)) do bury_letter(id) end
   if now < counter('mercy_ms') then return end

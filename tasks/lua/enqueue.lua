@@ -1,7 +1,7 @@
 -- enqueue: accept a task, once per id.
 -- KEYS   + body STRING, view STRING, then the wake ZSET of each preferred worker
 -- ARGV   2 id  3 message  4 facts ('' : no usage entry)  5 body ('' : none)  6 view ('' : none)  7 their TTL ms
---        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, weight,
+--        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, steal_ms, weight,
 --          preferred} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds {waiting_max, tokens_max,
 --          tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot {attempt, shown}
 -- reply  {'accepted', place, whether a worker is alive} | {'known', state} | {'full', 'model' or 'tenant', waiting, tokens}
@@ -25,9 +25,12 @@ local alive = call('ZCARD', LEASES) > 0
 local delay_ms, home_ms = row.delay_ms, row.home_ms
 row.waiting_max, row.tokens_max, row.tenant_waiting_max, row.tenant_tokens_max, row.delay_ms, row.home_ms = nil
 row.facts, row.arrival, row.entered_ms, row.due_ms = ARGV[4], call('HINCRBY', COUNTERS, 'arrival', 1), now, now + row.due_ms
-row.losses, row.first_ms, row.passed_ms, row.served = 0, 0, 0, 0
-row.worker, row.cancelled, row.trail, row.saver, row.held, row.bodied = '', '', '', '', false, ARGV[5] ~= ''
-row.deadline_ms = row.patience_ms > 0 and now + row.patience_ms or 0
+for name, default in pairs(DEFAULTS.__index) do
+  if row[name] == default then row[name] = nil end
+end
+setmetatable(row, DEFAULTS)
+row.bodied = ARGV[5] ~= ''
+be_patient(row)
 if row.gateway ~= '' then
   call('ZADD', HOMES, 0, row.gateway .. '|' .. id)
   call('ZADD', GATEWAYS, 'GT', now + home_ms, row.gateway)
@@ -66,7 +69,7 @@ end
 if not woken then wake() end
 if row.class < 2 then -- it may have to preempt somebody
   local room = 0
-  for _, free in ipairs(call('HVALS', ROOMS)) do room = room + tonumber(free) end
+  for _, free in ipairs(call('HVALS', ROOMS)) do room = room + math.max(0, tonumber(free)) end
   if room <= 0 then call('PUBLISH', PREFIX .. 'urgent', row.class) end
 end
 return { 'accepted', place_of(id, row), alive and 1 or 0 }

@@ -1,33 +1,28 @@
 -- finish: the worker that has the claims ends the requests. Output that no beat has charged is charged to its tenant.
 -- KEYS   + for each request: body STRING, view STRING
--- ARGV   2 worker  then nine for each request: id, attempt, outcome, input, cached, output, reasoning tokens, message,
---        1 when it is to be kept as a dead letter
+-- ARGV   2 worker  3 msgpack list, for each request a list: id, attempt, outcome, input, cached, output, reasoning tokens,
+--        message, whether it is to be kept as a dead letter
 -- reply  for each: 1 ended by this call | 2 this attempt ended before: a repeat | 0 fenced: somebody else's
 -- Repeat: safe, an ended row is never ended again.                              cost O(requests log n)
-local function finish(at, key)
-  local id, attempt, outcome = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+local bodies = {} -- to be deleted
+local function finish(close, body, view)
+  local id, attempt, outcome, input, cached, output, reasoning, message, dead = unpack(close)
   local row = row_of(id)
   if not row or row.attempt ~= attempt or row.worker ~= ARGV[2] then return 0 end
   if row.state == 'ended' then return 2 end
   if row.state ~= 'running' then return 0 end
-  local usage = {
-    input_tokens = tonumber(ARGV[at + 3]), cached_tokens = tonumber(ARGV[at + 4]),
-    output_tokens = tonumber(ARGV[at + 5]), reasoning_tokens = tonumber(ARGV[at + 6]),
-  }
-  serve(row.tenant, OUTPUT_COST * (usage.output_tokens - row.served) / row.weight)
+  serve(row.tenant, OUTPUT_COST * (output - row.served) / row.weight)
   if outcome == 'cancelled' and row.cancelled ~= '' then outcome = row.cancelled end
-  local dead = ARGV[at + 8] == '1'
-  if dead then dead_letter(id, row, ARGV[at + 7]) end
-  conclude(id, row, outcome, usage, ARGV[at + 7])
-  if not dead then call('DEL', key) end
+  if dead then dead_letter(id, row, message) else bodies[#bodies + 1] = body end
+  local usage = { input_tokens = input, cached_tokens = cached, output_tokens = output, reasoning_tokens = reasoning }
+  conclude(id, row, outcome, usage, message)
+  call('PEXPIRE', view, FORGET_MS)
   return 1
 end
 
-local reply = {}
-local at, key = 3, EXTRA
-while ARGV[at] do
-  reply[#reply + 1] = finish(at, KEYS[key])
-  call('PEXPIRE', KEYS[key + 1], FORGET_MS)
-  at, key = at + 9, key + 2
-end
+local closes, ids, reply = cmsgpack.unpack(ARGV[3]), {}, {}
+for i, close in ipairs(closes) do ids[i] = close[1] end
+look_up(ids)
+for i, close in ipairs(closes) do reply[i] = finish(close, KEYS[EXTRA + 2 * i - 2], KEYS[EXTRA + 2 * i - 1]) end
+if #bodies > 0 then call('DEL', unpack(bodies)) end
 return reply

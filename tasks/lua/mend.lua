@@ -4,6 +4,7 @@
 --          list FROM COUNT   newest first   -> {how many there are, {letter, …}}
 --          show ID                          -> letter | {}
 --          retry ID                         -> 'retried' | 'unknown' | 'gone': its body is, nothing could be run
+--                                              | 'open': the same id waits or runs already
 --          purge ID                         -> 1 | 0
 -- letter: {id, reason, dead ms, attempt, losses, class, tenant, input tokens, message}
 -- A retried letter waits again, with no losses. It makes no second usage entry: it was counted when it was given up.
@@ -11,7 +12,9 @@
 local verb, id = ARGV[2], ARGV[3]
 local function letter_of(one)
   local packed = call('HGET', LETTERS, one)
-  return packed and cmsgpack.unpack(packed)
+  local letter = packed and cmsgpack.unpack(packed)
+  if letter then setmetatable(letter.row, DEFAULTS) end
+  return letter
 end
 
 local function told(one, letter)
@@ -27,19 +30,22 @@ if verb == 'list' then
   end
   return { call('ZCARD', DEAD), found }
 end
-local letter = letter_of(id)
+local letter, known = letter_of(id), row_of(id)
+local open = known and known.state ~= 'ended' -- the id was sent again after it was forgotten
 if verb == 'show' then return letter and told(id, letter) or {} end
 if verb == 'purge' then
   bury_letter(id)
-  if letter then call('DEL', KEYS[EXTRA]) end
+  if letter and not open then call('DEL', KEYS[EXTRA]) end
   return letter and 1 or 0
 end
 if not letter then return 'unknown' end
+if open then return 'open' end
 if letter.row.bodied and call('EXISTS', KEYS[EXTRA]) == 0 then return 'gone' end
 bury_letter(id)
 local row = letter.row
 row.state, row.worker, row.gateway, row.facts, row.cancelled, row.trail, row.saver = '', '', '', '', '', '', ''
 row.losses, row.first_ms, row.passed_ms, row.served, row.shown, row.held = 0, 0, 0, 0, false, false
+row.due_ms = now + row.due_ms - row.entered_ms
 row.deadline_ms, row.entered_ms, row.arrival, row.preferred = 0, now, call('HINCRBY', COUNTERS, 'arrival', 1), ''
 call('ZREM', FORGET, id)
 call('HSET', TASKS, id, letter.message)

@@ -25,34 +25,33 @@ end
 
 local function head(class_tenant) return members(class_tenant, 1)[1] end
 
-local function id_of(entry) return string.match(entry, '([^|]*)$') end
+local function id_of(entry) return string.match(entry, '.*|(.*)$') end
 
 local function service_of(tenant) return tonumber(call('HGET', SERVICE, tenant) or '0') end
 
 local function serve(tenant, tokens) -- charge a tenant; its place in every line it stands in moves with it
   if tokens <= 0 then return end
   local service = call('HINCRBY', SERVICE, tenant, math.ceil(tokens))
-  for class = 0, 3 do call('ZADD', TENANTS, 'XX', class * CLASS_STRIDE + service, class .. '|' .. tenant) end
+  call('ZADD', TENANTS, 'XX', service, '0|' .. tenant, CLASS_STRIDE + service, '1|' .. tenant,
+    2 * CLASS_STRIDE + service, '2|' .. tenant, 3 * CLASS_STRIDE + service, '3|' .. tenant)
 end
 
 -- A tenant joins the line of a class in which it had nothing waiting.
 local function lift(tenant, class)
   local first = call('ZRANGEBYSCORE', TENANTS, class * CLASS_STRIDE, (class + 1) * CLASS_STRIDE - 1,
     'WITHSCORES', 'LIMIT', 0, 1)
-  local floor = first[2] and tonumber(first[2]) - class * CLASS_STRIDE or counter('served_last')
+  -- One less than the least: among equals who comes now goes first, and so waits for one slot at most.
+  local floor = first[2] and tonumber(first[2]) - class * CLASS_STRIDE - 1 or counter('served_last')
   serve(tenant, floor - service_of(tenant))
   call('ZADD', TENANTS, class * CLASS_STRIDE + service_of(tenant), class .. '|' .. tenant)
 end
 
 local function measure(row, sign) -- depth by class and by tenant
   count('waiting' .. row.class, sign)
-  count('waiting_tokens', sign * row.input + 0) -- not `-row.input`: HINCRBY refuses Lua's "-0"
+  count('waiting_tokens', sign * row.input)
   if row.preferred ~= '' then count('waiting_preferred', sign) end
-  if call('HINCRBY', DEPTHS, row.tenant, sign) == 0 then
-    call('HDEL', DEPTHS, row.tenant, row.tenant .. '|tokens')
-  else
-    call('HINCRBY', DEPTHS, row.tenant .. '|tokens', sign * row.input + 0)
-  end
+  local added = depths[row.tenant] or { 0, 0 }
+  depths[row.tenant] = { added[1] + sign, added[2] + sign * row.input }
 end
 
 local function join(id, row) -- into the line
@@ -65,16 +64,20 @@ local function join(id, row) -- into the line
   measure(row, 1)
 end
 
-local function leave(id, row) -- out of the line
+-- Out of the line. `others`: it is known that more of the same tenant and class wait.
+local function leave(id, row, others)
   call('ZREM', WAITING, member(id, row))
   local class_tenant = row.class .. '|' .. row.tenant
-  if not head(class_tenant) then
+  if not others and not head(class_tenant) then
     call('ZREM', TENANTS, class_tenant)
-    call('HSET', COUNTERS, 'served_last', service_of(row.tenant))
+    note('served_last', service_of(row.tenant))
   end
   call('ZREM', DUE, id)
   if row.deadline_ms > 0 then call('ZREM', DEADLINES, id) end
-  if row.held then call('ZREM', HELD, id) end
+  if row.held then
+    call('ZREM', HELD, id)
+    row.held = false
+  end
   if row.saver ~= '' then
     call('HDEL', SAVING, row.saver)
     row.saver = ''
@@ -88,9 +91,10 @@ end
 local function fits(row, room)
   if room.context >= 0 and row.most > room.context then return false end
   if room.kv >= 0 and row.need > room.kv then return false end
-  if not room.idle and row.input > room.prefill[row.class] then return false end
   -- What cannot be preempted must not fill the last slots, or nothing urgent could start.
-  return row.rerunnable or row.class < 2 or room.slots > room.reserve
+  if not row.rerunnable and row.class >= 2 and room.slots <= room.reserve then return false end
+  if room.idle or row.input <= room.prefill[row.class] then return true end
+  return false, true -- it has room, once it has computed the prompts before it
 end
 
 local function take_room(row, room)
@@ -100,8 +104,10 @@ local function take_room(row, room)
 end
 
 -- It does not fit now. After SAVE_MS one worker that could hold it lets its engine run empty until it does.
-local function pass_over(id, row, room)
-  room.passed = true
+-- `soon`: the worker is only busy with other prompts.
+local function pass_over(id, row, room, soon)
+  room.passed = math.min(room.passed, row.class)
+  room.full = room.full or not soon
   if row.passed_ms == 0 then
     row.passed_ms = now
   elseif now - row.passed_ms >= SAVE_MS and row.saver == '' and room.total_kv >= row.need
@@ -116,43 +122,61 @@ local function pass_over(id, row, room)
 end
 
 local function prefers(entry, worker)
-  local preferred = string.match(entry, '|([^|]*)|[^|]*$')
+  local preferred = string.match(entry, '.*|([^|]*)|')
   return preferred ~= '' and string.find(',' .. preferred .. ',', ',' .. worker .. ',', 1, true) ~= nil
 end
 
--- Whether another than its preferred workers may have it. Else how long not yet, ms.
+-- Whether another than its preferred workers may have it. Else how long not yet, ms. Who is only busy with other prompts
+-- (ROOMS below 0) is waited for too, since that is over in less time than its prefix would take to compute anew.
 local function stealable(row, room)
   if row.preferred == '' then return true end
-  local left_ms = row.entered_ms + room.steal_ms - now
+  local left_ms = row.entered_ms + math.min(room.steal_ms, row.steal_ms or room.steal_ms) - now
   if left_ms <= 0 then return true end
   for worker in string.gmatch(row.preferred, '[^,]+') do
-    if tonumber(call('HGET', ROOMS, worker) or '0') > 0 then return false, left_ms end
+    if worker == room.worker then return true end
+    if tonumber(call('HGET', ROOMS, worker) or '0') ~= 0 then return false, left_ms end
   end
   return true
 end
 
+-- Whether this worker can start it at once. What is passed over is remembered.
+local function startable(id, row, room, mine)
+  local free, left_ms = true, nil
+  if not mine then free, left_ms = stealable(row, room) end
+  if not free then room.hint_ms = math.min(room.hint_ms, left_ms)
+  else
+    local fit, soon = fits(row, room)
+    if fit then return true end
+    pass_over(id, row, room, soon)
+  end
+end
+
 -- Of one tenant's first few: one that prefers this worker, else the first that another worker may have.
+-- Returns also whether others stay in its line.
 local function next_of(class_tenant, room)
   local entries = members(class_tenant, room.scan)
-  local tries = 0
-  for turn = 1, 2 do
+  local tries, rest = 0, entries
+  local function try(entry, mine)
+    tries = tries + 1
+    local id = id_of(entry)
+    local row = row_of(id)
+    if startable(id, row, room, mine) then return id, row, #entries > 1 end
+  end
+  if room.choosy then
+    rest = {}
     for _, entry in ipairs(entries) do
-      local mine = room.scan > 1 and prefers(entry, room.worker)
-      if mine == (turn == 1) and tries < TRIES_MAX then
-        tries = tries + 1
-        local id = id_of(entry)
-        local row = row_of(id)
-        local free, left_ms = true, nil
-        if not mine then free, left_ms = stealable(row, room) end
-        if not free then
-          room.hint_ms = math.min(room.hint_ms, left_ms)
-        elseif fits(row, room) then
-          return id, row
-        else
-          pass_over(id, row, room)
-        end
+      if tries >= TRIES_MAX or not prefers(entry, room.worker) then
+        rest[#rest + 1] = entry
+      else
+        local id, row, others = try(entry, true)
+        if id then return id, row, others end
       end
     end
+  end
+  for _, entry in ipairs(rest) do
+    if tries >= TRIES_MAX then return end
+    local id, row, others = try(entry, false)
+    if id then return id, row, others end
   end
 end
 
@@ -160,19 +184,22 @@ local function saved_for(room) -- the request that this worker saves KV cache fo
   local id = call('HGET', SAVING, room.worker)
   if not id then return end
   local row = row_of(id)
+  if row.class >= room.below then return end
   if fits(row, room) then return id, row end
-  room.passed = true
-  room.below = math.min(room.below, row.class) -- until then only what is more urgent
+  room.passed, room.full = math.min(room.passed, row.class), true
+  room.below = row.class -- until then only what is more urgent
 end
 
 local function overdue(room)
-  if call('HINCRBY', COUNTERS, 'searches', 1) % OVERDUE_EVERY ~= 0 then return end
+  count('searches', 1)
+  if counter('searches') % OVERDUE_EVERY ~= 0 then return end
   local id = call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 1)[1]
   if not id then return end
   local row = row_of(id)
   if row.class >= room.below then return end
-  if fits(row, room) then return id, row end
-  pass_over(id, row, room)
+  local fit, soon = fits(row, room)
+  if fit then return id, row end
+  pass_over(id, row, room, soon)
 end
 
 local function next_for(room)
@@ -180,10 +207,13 @@ local function next_for(room)
   local id, row = saved_for(room)
   if not id then id, row = overdue(room) end
   if id then return id, row end
-  for _, class_tenant in ipairs(call('ZRANGE', TENANTS, 0, LINES_MAX - 1)) do
-    if tonumber(string.match(class_tenant, '^%d')) >= room.below then return end
-    id, row = next_of(class_tenant, room)
-    if id then return id, row end
+  for from = 0, 1 do -- the first line nearly always has it
+    for _, class_tenant in ipairs(call('ZRANGE', TENANTS, from, from * (LINES_MAX - 1))) do
+      if string.byte(class_tenant) - 48 >= room.below then return end
+      local others
+      id, row, others = next_of(class_tenant, room)
+      if id then return id, row, others end
+    end
   end
 end
 

@@ -9,12 +9,14 @@ local depth = 0
 for class = 0, 3 do depth = depth + counter('waiting' .. class) end
 local reply = { { depth, counter('waiting_tokens'), counter('started'), call('ZCARD', LEASES) } }
 if #ARGV < 4 then return reply end
-for i, packed in ipairs(call('HMGET', ROWS, unpack(ARGV, 4))) do
-  local row = packed and cmsgpack.unpack(packed)
+local ids = { unpack(ARGV, 4) }
+look_up(ids)
+for i, id in ipairs(ids) do
+  local row = row_of(id)
   if not row then reply[i + 1] = ''
   elseif row.state == 'ended' then reply[i + 1] = { 'ended', cmsgpack.pack(row.ending) }
   elseif row.gateway ~= '' and row.gateway ~= ARGV[2] then reply[i + 1] = { 'elsewhere' }
   elseif row.state == 'running' then reply[i + 1] = { 'running', row.attempt }
-  else reply[i + 1] = { 'waiting', row.state == 'waiting' and place_of(ARGV[i + 3], row) or 0 } end
+  else reply[i + 1] = { 'waiting', row.state == 'waiting' and place_of(id, row) or 0 } end
 end
 return reply

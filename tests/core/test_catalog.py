@@ -44,6 +44,21 @@ def test_a_model_needs_only_its_context(tmp_path: Path) -> None:
         ('[models."{m}"]\ncontext_tokens = 9\n', "is not a model name"),
         (ONE + "workers = { min = 2, max = 1 }\n", "min <= max"),
         (ONE + "max_output_tokens = 2048\n", "smaller than context_tokens"),
+        (ONE + "slots = 0\n", "m: slots must be at least 1"),
+        (ONE + "slots = 4\nreserved_slots = 4\n", "reserved_slots must be fewer than slots"),
+        (ONE + "engine = { dtype = 'int3' }\n", "int3"),
+        (ONE + "engine = { kv_cache_mib = -1 }\n", "kv_cache_mib"),
+        (ONE + "engine = { block_tokens = 24 }\n", "power of two"),
+        (ONE + "engine = { block_tokens = 32, batched_tokens = 16 }\n", "batched_tokens must be at least"),
+        (ONE + "engine = { long_prefill_tokens = -1 }\n", "long_prefill_tokens"),
+        (ONE + "engine = { watermark = 0.5 }\n", "watermark must be a share"),
+        (ONE + "engine = { scheduler = 'lifo' }\n", "lifo"),
+        (ONE + "engine = { prefix_hash = 'sha256' }\n", "gateways compute the hashes too"),
+        (ONE + "engine = { adapters = 2 }\n", "adapters must be 0"),
+        (ONE + "step = { base_ms = -1 }\n", "step times"),
+        (ONE + "slo = { ttft_ms = { system = 0 } }\n", "above 0"),
+        (ONE + "slo = { ttft_ms = { interactive = 6000 } }\n", "shorter for a less urgent class"),
+        (ONE + "slo = { ttft_ms = { urgent = 1 } }\n", "urgent"),
     ],
 )
 def test_a_fault_is_named(tmp_path: Path, text: str, fault: str) -> None:
@@ -74,3 +89,17 @@ def test_tokenizer_files_are_the_weights_own_unless_said_otherwise() -> None:
     assert model.tokenizer_folder(Path("/d")) == Path("/d/models/m")
     assert Model(context_tokens=10, tokenizer="/t").tokenizer_folder(Path("/d")) == Path("/t")
     assert Model(context_tokens=10, tokenizer="bytes").tokenizer_folder(Path("/d")) is None
+
+
+def test_a_sixteenth_of_the_slots_is_reserved_unless_said_otherwise() -> None:
+    def reserve(slots: int, **more: int) -> int:
+        return Model(context_tokens=10, slots=slots, **more).reserve
+
+    assert [reserve(slots) for slots in (1, 7, 8, 16, 64, 256)] == [0, 0, 1, 1, 4, 16]
+    assert (reserve(16, reserved_slots=0), reserve(16, reserved_slots=5)) == (0, 5)
+
+
+def test_objectives_are_named_by_class(tmp_path: Path) -> None:
+    found = loaded(tmp_path, ONE + "slo = { ttft_ms = { interactive = 2000, bulk = 90000 } }\n")
+
+    assert found["m"].slo.ttft_s == (0.5, 2, 5, 90)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 import redis
 
 from core import fleet
 from core.fleet import FORGET_MS, Host, Worker
+from core.outlook import Starting
 from core.redis import Store, tag
 from core.values import WorkerState
 from tests.conftest import Clock
+
+STORES = ("single", "cluster")
 
 
 def worker(name: str, *, model: str = "m", state: WorkerState = WorkerState.READY, running: int = 0) -> Worker:
@@ -76,7 +82,7 @@ def test_nothing_is_left_of_who_went_or_was_forgotten(store: Store, clock: Clock
     clock.advance(FORGET_MS)
     assert names(store) == [] == store.run(fleet.hosts())
 
-    assert valkey.keys("f1:*") == []
+    assert list(valkey.scan_iter("f1:*")) == []
 
 
 def test_models_know_nothing_of_each_others_workers(store: Store) -> None:
@@ -112,3 +118,51 @@ def test_a_row_of_a_newer_release_is_read_and_one_of_an_older_filled_up(store: S
 
     assert rows["new"].state == WorkerState.READY
     assert (rows["old"].slots, rows["old"].running) == (0, 0)
+
+
+# --- nobody there
+
+
+def test_a_model_is_wanted_once_however_many_ask_until_somebody_comes(store: Store) -> None:
+    assert [store.run(fleet.want("m", now_ms)) for now_ms in (7, 8, 9)] == [True, False, False]
+    store.run(fleet.want("n", 8))
+    assert store.run(fleet.wanted()) == {"m": 7, "n": 8}
+
+    store.run(fleet.met("m"))
+
+    assert store.run(fleet.wanted()) == {"n": 8}
+    assert store.run(fleet.want("m", 10)) is True
+
+
+def row(state: WorkerState, since_ms: int = 0, **more: Any) -> Worker:
+    return Worker(worker=f"{state}{since_ms}", host="h", model="m", state=state, since_ms=since_ms, **more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "state", "since_ms"),
+    [
+        ([], "launching", 0),
+        ([row(WorkerState.DRAINING, 5)], "launching", 0),
+        ([row(WorkerState.BOOTING, 5)], "booting", 5),
+        ([row(WorkerState.LOADING, 5), row(WorkerState.WARMING, 2), row(WorkerState.BOOTING)], "warming", 2),
+        ([row(WorkerState.LOADING, 5), row(WorkerState.LOADING, 50, seen_ms=3)], "loading", 53),
+    ],
+)
+def test_the_worker_that_is_awaited_is_the_one_nearest_to_being_ready(
+    rows: list[Worker], state: str, since_ms: int
+) -> None:
+    found = fleet.starting(rows)
+
+    assert isinstance(found, Starting)
+    assert (found.state, found.since_ms) == (state, since_ms)
+
+
+def test_nobody_is_awaited_where_somebody_is_ready() -> None:
+    assert fleet.starting([row(WorkerState.LOADING), row(WorkerState.READY)]) is None
+
+
+def test_the_largest_cache_and_the_longest_context_may_be_different_workers() -> None:
+    sizes = [row(WorkerState.READY, 1, kv_tokens=9, context_tokens=4), row(WorkerState.READY, 2, context_tokens=8)]
+
+    assert fleet.largest(sizes) == (9, 8)
+    assert fleet.largest([]) == (0, 0)

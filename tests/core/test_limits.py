@@ -12,6 +12,8 @@ from core.limits.scopes import Limit, of_key
 from core.redis import Store
 from tests.conftest import Clock
 
+STORES = ("single", "cluster")
+
 SCOPES = ["key:k"]
 
 
@@ -100,7 +102,7 @@ def test_every_scope_or_none(store: Store, valkey: redis.Redis) -> None:
     refused = store.run(reserve("o", "r", "m", limits))
 
     assert isinstance(refused, Refused) and refused.limit.scope == "b"
-    assert valkey.keys("f1:{org:o}:*") == []
+    assert list(valkey.scan_iter("f1:{org:o}:*")) == []
 
 
 @pytest.mark.parametrize("rpm", [None, 0])

@@ -11,6 +11,8 @@ from core.redis import Store, command
 from core.usage import BadEntry, Facts, Item
 from core.values import Caller, Outcome, Request, Sampling, Usage
 
+STORES = ("single", "cluster")
+
 MODEL = "tiny"
 REQUEST = Request(
     id=str(uuid6.uuid7()),

@@ -157,7 +157,7 @@ def test_a_request_that_its_client_has_given_up_on_is_ended_unrun(platform: Plat
 
 def stream_text(platform: Platform, n: int, **body: Any) -> tuple[str, str, str]:
     """(request id, text, how it ended) of one streamed chat."""
-    with raw_stream(platform, stream=True, max_tokens=LONG, **body) as answer:
+    with raw_stream(platform, **{"stream": True, "max_tokens": LONG, **body}) as answer:
         text, ends = "", []
         for line in answer.iter_lines():
             if not line.startswith(b"data: {"):
@@ -359,10 +359,10 @@ def test_a_gateway_told_to_end_lets_streams_finish_and_says_goodbye(platform: Pl
 
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
     assert result[1:] == (text_of(1, LONG), "length")
-    until(lambda: _answers(platform), "the gateway to be started again", 30)
+    until(lambda: answers(platform), "the gateway to be started again", 30)
 
 
-def _answers(platform: Platform) -> bool:
+def answers(platform: Platform) -> bool:
     try:
         return requests.get(platform.url + "/ready", timeout=2).status_code == 200
     except (requests.ConnectionError, requests.Timeout):

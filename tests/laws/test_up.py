@@ -54,7 +54,7 @@ class Up:
         return [p for p in self.ours() if "workers.main" in p.cmdline()]
 
     def engines(self) -> list[psutil.Process]:
-        """The workers' engine processes, found by descent: they rename themselves over their environment."""
+        """The workers' engine processes, found by descent."""
         found = [child for worker in self.workers() for child in worker.children(recursive=True)]
         self.seen += found
         return found

@@ -18,6 +18,9 @@ from ops.bench import load, report
 from ops.bench.platform import BenchFailed, Cpu
 
 QUEUE_KEYS = {"idle_start_ms_p50", "idle_start_ms_p99", "messages_per_s", "idle_commands_per_s"}
+FAIRNESS_KEYS = {
+    "service_gap_tokens", "vtc_bound_tokens", "light_wait_ms_p99", "light_alone_ms_p99", "slot_remainder_ms", "jain",
+}  # fmt: skip
 STREAM_KEYS = {
     "gateway_cpu_us_per_token", "total_cpu_us_per_token", "gateway_cpu_ms_per_request", "streams", "added_itl_ms_p99",
     "idle_socket_kb",
@@ -97,14 +100,60 @@ def test_a_report_is_one_object_in_a_file_or_a_table(tmp_path: Path, capsys: pyt
 
 
 def test_a_small_queue_bench_has_our_figures_beside_dramatiqs(tmp_path: Path) -> None:
-    small = ("--starts", "5", "--messages", "300", "--in-flight", "32", "--depth", "0", "--depth", "500")
+    small = (
+        "--starts",
+        "5",
+        "--look-s",
+        "2",
+        "--messages",
+        "300",
+        "--in-flight",
+        "32",
+        "--depths",
+        "0",
+        "--depths",
+        "500",
+    )
     done = bench(tmp_path, "queue", *small, "--json", "-")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    scripts = found["figures"].pop("script_us")
-    assert set(found["figures"]) == set(found["peers"]["dramatiq"]) == QUEUE_KEYS
-    assert all(value > 0 for value in found["figures"].values())
-    assert set(scripts) == {"enqueue", "claim", "beat_256", "watch_256", "finish"}
+    ours, peers = found["figures"], found["peers"]
+    scripts = ours.pop("script_us")
+    assert set(ours) == QUEUE_KEYS | {"requests_per_s"}
+    assert set(peers) == {"dramatiq", "dramatiq_bare"}
+    assert all(set(peer) == QUEUE_KEYS for peer in peers.values())
+    assert all(value > 0 for value in ours.values())
+    assert ours["idle_commands_per_s"] <= 3
+    assert ours["idle_start_ms_p50"] < peers["dramatiq"]["idle_start_ms_p50"]
+    assert set(scripts) == {"enqueue", "claim", "claim_64", "beat_256", "watch_256", "finish", "finish_64"}
     assert all(set(us) == {"0", "500"} and min(us.values()) > 0 for us in scripts.values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_overtakes_what_is_urgent(tmp_path: Path) -> None:
+    """It starts in the first slot to be free, and a moment later: what one claim takes on a busy machine."""
+    small = ("--low", "64", "--slots", "8", "--job-s", "0.3", "--urgent", "3")
+    done = bench(tmp_path, "priority", *small, "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ours, peer = found["figures"], found["peers"]["dramatiq"]
+    assert set(ours) == set(peer) == {"urgent_start_ms", "slot_remainder_ms", "overtakes"}
+    assert ours["overtakes"] == 0
+    assert 0 < ours["slot_remainder_ms"] <= 300
+    assert ours["urgent_start_ms"] < ours["slot_remainder_ms"] + 200
+    assert ours["urgent_start_ms"] < peer["urgent_start_ms"]
+
+
+def test_tenants_that_wait_are_served_equal_tokens(tmp_path: Path) -> None:
+    small = ("--seconds", "1.5", "--slots", "4", "--tenants", "10")
+    done = bench(tmp_path, "fairness", *small, "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ours, fifo = found["figures"], found["peers"]["fifo"]
+    assert set(ours) == set(fifo) == FAIRNESS_KEYS
+    assert ours["service_gap_tokens"] <= ours["vtc_bound_tokens"] < fifo["service_gap_tokens"]
+    assert ours["light_wait_ms_p99"] < fifo["light_wait_ms_p99"]
+    assert ours["jain"] > max(0.9, fifo["jain"])

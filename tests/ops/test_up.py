@@ -18,7 +18,7 @@ import pytest
 from billing import prices
 from core import settings as environment
 from core.accounts import keys
-from core.postgres import connect, migrate
+from core.postgres import connect, migrate, text, transaction
 from core.redis import Store
 from core.settings import Settings
 from ops import demo, prepare, up
@@ -135,6 +135,43 @@ def test_two_lives_of_the_platform_share_a_key_and_leave_no_process(data: Path) 
     assert "worker: worker_sees: False" in told  # an error of its log; and it has no key to the money
     assert second_at_once.returncode == 1
     assert "already up" in second_at_once.stderr
+
+
+def test_a_store_that_dies_is_started_again_with_what_it_held(data: Path) -> None:
+    """Both are killed at once; `ready.json` names the new processes, and the end leaves none of them."""
+    folder = data / "stores"
+    folder.mkdir()
+    life = Life(folder)
+    before = life.ready()
+    store = Store.connect(str(before["redis_url"]))
+    store.client.set("kept", "yes")
+    store.client.execute_command("WAITAOF", 1, 0, 5000)
+    pids: dict[str, int] = before["pids"]  # type: ignore[assignment]
+
+    for name in ("valkey", "postgres"):
+        os.kill(pids[name], signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while not (after := _pids(life)) or any(after[name] == pids[name] for name in ("valkey", "postgres")):
+        assert time.monotonic() < deadline, "they did not come back"
+        time.sleep(0.05)
+
+    assert store.client.get("kept") == b"yes"
+    engine = connect(str(before["database_url"]))
+    with transaction(engine) as connection:
+        assert connection.execute(text("SELECT count(*) FROM api_keys")).scalar_one() >= 1
+    engine.dispose()
+    store.close()
+    assert after["web"] == pids["web"]
+    life.end()
+    assert running(after) == []
+
+
+def _pids(life: Life) -> dict[str, int]:
+    try:
+        found: dict[str, int] = json.loads(life.ready_file.read_text())["pids"]
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
 
 
 def test_a_signal_while_it_starts_ends_it_too(data: Path) -> None:

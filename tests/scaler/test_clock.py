@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 import uuid6
@@ -22,12 +23,12 @@ from core.limits.counters import SWEEP_MS
 from core.postgres import DatabaseAway, Engine, text, transaction
 from core.redis import AWAY, Store
 from core.settings import Settings
-from core.values import Caller, Outcome, Request, Sampling, Usage
+from core.values import Caller, Outcome, Request, Sampling, Usage, WorkerState
 from scaler.clock import Clock, schedule
 from scaler.providers.local import LocalProvider
 from tasks.queue import Queue, generation
 from tests.conftest import Clock as StoreClock
-from tests.conftest import Database
+from tests.conftest import Database, TimedStore
 
 MODEL = "m"
 MODELS = Catalog({MODEL: Model(name=MODEL, context_tokens=100, slots=4, workers=Bounds(min=1, max=3))})
@@ -124,11 +125,11 @@ def test_a_tick_writes_an_assignment_and_one_decision(ours: Clock, store: Store,
     assert decisions(engine) == [(MODEL, 1, "hold")]
 
 
-class Recording(Store):
+class Recording(TimedStore):
     """Keeps the plain commands that it ran."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store.client, clock=store.loaded.clock)
+    def __init__(self, client: redis.Redis, clock: StoreClock) -> None:
+        super().__init__(client, clock)
         self.commands: list[str] = []
 
     def run(self, call: Any) -> Any:
@@ -137,8 +138,10 @@ class Recording(Store):
         return super().run(call)
 
 
-def test_a_second_tick_that_finds_the_same_writes_nothing(store: Store, database: Database, engine: Engine) -> None:
-    recording = Recording(store)
+def test_a_second_tick_that_finds_the_same_writes_nothing(
+    store: Store, clock: StoreClock, database: Database, engine: Engine
+) -> None:
+    recording = Recording(store.client, clock)
     ours = new_clock(recording, database)
     announce(store)
     ours.tick()
@@ -166,6 +169,38 @@ def test_a_backlog_grows_the_fleet_and_the_decision_says_from_what(
     assert rows(engine, "SELECT desired, action, inputs->>'waiting' FROM scale_decisions ORDER BY id")[1:] == [
         (3, "grow", "9")
     ]
+
+
+def test_a_wanted_model_keeps_its_worker_until_it_is_there_and_no_longer_is_wanted_then(
+    store: Store, database: Database, engine: Engine
+) -> None:
+    """One look is enough, nothing need wait any more, and the asking ends with the first sign of a worker."""
+    models = Catalog({MODEL: msgspec.structs.replace(MODELS[MODEL], workers=Bounds(min=0, max=3))})
+    ours = Clock(Settings(data="unused"), models, store, database.engine(), LocalProvider(store))
+    announce(store)
+    ours.tick()
+    assert assigned(store) in (None, {})
+
+    assert [store.run(fleet.want(MODEL, now_ms)) for now_ms in (5, 6)] == [True, False]
+    ours.tick()
+    ours.tick()
+    assert (assigned(store), store.run(fleet.wanted())) == ({MODEL: 1}, {MODEL: 5})
+
+    row = fleet.Worker(worker="w", host="h1", model=MODEL, state=WorkerState.BOOTING)
+    store.run(fleet.announce_worker(row))
+    ours.tick()
+    assert (assigned(store), store.run(fleet.wanted())) == ({MODEL: 1}, {})
+    assert decisions(engine) == [(MODEL, 0, "hold"), (MODEL, 1, "grow")]
+
+
+def test_a_worker_that_is_leaving_answers_no_asking(ours: Clock, store: Store) -> None:
+    row = fleet.Worker(worker="w", host="h1", model=MODEL, state=WorkerState.DRAINING)
+    store.run(fleet.announce_worker(row))
+    store.run(fleet.want(MODEL, 5))
+
+    ours.tick()
+
+    assert store.run(fleet.wanted()) == {MODEL: 5}
 
 
 def test_of_two_clocks_one_leads_and_the_other_follows_when_it_is_gone(
@@ -232,7 +267,7 @@ def test_with_postgres_away_the_fleet_holds_and_the_job_says_so(
     assert assigned(store) == {MODEL: 3}
 
 
-class LosesAssign(Store):
+class LosesAssign(TimedStore):
     """The store goes away just as an assignment is written, once."""
 
     lost = 0
@@ -245,9 +280,9 @@ class LosesAssign(Store):
 
 
 def test_an_assignment_that_was_lost_is_made_at_the_next_tick_and_decided_once(
-    store: Store, database: Database, engine: Engine
+    store: Store, clock: StoreClock, database: Database, engine: Engine
 ) -> None:
-    flaky = LosesAssign(store.client, clock=store.loaded.clock)
+    flaky = LosesAssign(store.client, clock)
     ours = new_clock(flaky, database)
     announce(store)
 

@@ -25,6 +25,7 @@ def snapshots(draw: st.DrawFn) -> ModelSnapshot:
         slots=draw(st.integers(1, 8)),
         waiting=draw(st.integers(0, 100)),
         running=draw(st.integers(0, 40)),
+        wanted=draw(st.booleans()),
     )
 
 
@@ -51,6 +52,7 @@ def model(
     slots: int = 1,
     waiting: int = 0,
     running: int = 0,
+    wanted: bool = False,
 ) -> ModelSnapshot:
     return ModelSnapshot(
         model=name,
@@ -61,6 +63,7 @@ def model(
         running=running,
         oldest_wait_ms=0,
         workers=0,
+        wanted=wanted,
     )
 
 
@@ -114,6 +117,19 @@ def test_growing_is_at_once_and_as_far_as_the_work_goes() -> None:
     decisions = [scaler.look(work, 1 + work) for work in (1, 4, 5, 100)]
 
     assert [(one.desired, one.action) for one in decisions] == [(1, "grow"), (1, "hold"), (2, "grow"), (5, "grow")]
+
+
+def test_a_model_that_was_found_without_a_worker_gets_one_at_once_and_within_its_bounds() -> None:
+    """Also when the request that asked has gone again: who asks once will ask more. What waits is never too few."""
+    asked = [model(wanted=True), model(9, slots=4, wanted=True), model(wanted=True, most=0)]
+    plans = [plan([one], [host("h", 4)], Memory(), 0) for one in asked]
+
+    assert [(found.decisions[0].desired, found.assignments["h"]) for found in plans] == [
+        (1, {"m": 1}),
+        (3, {"m": 3}),
+        (0, {}),
+    ]
+    assert "found no worker" in plans[0].decisions[0].reason
 
 
 def test_shrinking_waits_until_the_smaller_number_has_sufficed_for_long_enough() -> None:

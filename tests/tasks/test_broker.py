@@ -15,6 +15,8 @@ from core.redis import Store
 from core.values import Class
 from tasks.broker import QueueBroker, jobs_middleware
 
+STORES = ("single", "cluster")
+
 
 @pytest.fixture(params=["ours", "dramatiq's stub"])
 def broker(request: pytest.FixtureRequest, valkey_url: str, valkey: redis.Redis) -> Iterator[dramatiq.Broker]:

@@ -11,6 +11,8 @@ from core.values import Class, Outcome, Usage
 from tasks.queue import Claim, Queue, Task, checksum
 from tests.conftest import Clock
 
+STORES = ("single", "cluster")
+
 LEASE_MS = 3000
 USED = Usage(input_tokens=7, output_tokens=5)
 
@@ -195,6 +197,18 @@ def test_another_worker_cannot_finish_it(store: Store, queue: Queue, valkey: red
     assert outcomes(valkey) == []
 
 
+def test_who_leaves_wakes_the_others_to_what_it_leaves(store: Store, queue: Queue, valkey: redis.Redis) -> None:
+    """While it left it may still have slept beside the queue, and have taken the marker of what it handed back."""
+    store.run(queue.enqueue(task("a")))
+    claims = claim(store, queue, "w1")
+    store.run(queue.hand_back("w1", claims))
+    valkey.delete(queue.wake_key)
+
+    store.run(queue.part("w1"))
+
+    assert valkey.zcard(queue.wake_key) == 1
+
+
 def test_a_dead_workers_request_runs_again_and_the_dead_attempt_is_fenced(
     store: Store, queue: Queue, clock: Clock, valkey: redis.Redis
 ) -> None:
@@ -274,6 +288,16 @@ def test_cancelling_what_waits_costs_no_engine_work(store: Store, queue: Queue, 
     assert outcomes(valkey) == [("a", "cancelled")]
 
 
+def test_a_gateway_that_a_stream_has_moved_from_cannot_cancel_it(store: Store, queue: Queue) -> None:
+    """It may not have learned of the move yet, and sees its own client's connection break."""
+    store.run(queue.enqueue(task("a", gateway="g1", owner="k")))
+    claim(store, queue)
+    store.run(queue.attach("a", "k", "g2"))
+
+    assert store.run(queue.cancel("a", "g1")) == "elsewhere"
+    assert store.run(queue.cancel("a", "g2")) == "running"
+
+
 def test_cancelling_what_runs_keeps_the_claim_until_its_worker_ends_it(store: Store, queue: Queue) -> None:
     store.run(queue.enqueue(task("a")))
     [a] = claim(store, queue)
@@ -300,6 +324,7 @@ def test_a_cancelled_request_of_a_dead_worker_ends_cancelled(store: Store, queue
 def test_a_deadline_passed_in_the_queue_ends_the_request_unrun(
     store: Store, queue: Queue, clock: Clock, valkey: redis.Redis
 ) -> None:
+    claim(store, queue, "alive")
     store.run(queue.enqueue(task("a", patience_ms=500)))
     clock.advance(500)
 
@@ -327,12 +352,13 @@ def test_what_is_handed_back_goes_to_the_front_of_its_line(store: Store, queue: 
 
 def test_a_request_that_the_store_forgot_is_taken_up_again(store: Store, queue: Queue) -> None:
     """Attempt numbers go on from those the gateway saw, so an old attempt's frames stay fenced."""
-    store.run(queue.enqueue(task("greedy"), attempt=2, delivered_tokens=40))
-    store.run(queue.enqueue(task("sampled", rerunnable=False), attempt=1, delivered_tokens=9))
+    store.run(queue.enqueue(task("goes on"), attempt=2, shown=True))
+    store.run(queue.enqueue(task("seeded", rerunnable=False), attempt=1, shown=True))
+    store.run(queue.enqueue(task("unseen", rerunnable=False), attempt=1))
 
-    assert [(c.id, c.attempt) for c in claim(store, queue, want=9)] == [("greedy", 3)]
-    [seen] = store.run(queue.watch("g", ["sampled"])).seen
-    assert seen.ending is not None and seen.ending.outcome == "worker_lost"
+    assert [(c.id, c.attempt) for c in claim(store, queue, want=9)] == [("goes on", 3), ("unseen", 2)]
+    [seen] = store.run(queue.watch("g", ["seeded"])).seen
+    assert seen.ending is not None and (seen.ending.outcome, seen.ending.attempt) == ("worker_lost", 1)
 
 
 def test_nothing_is_left_when_everything_has_ended_and_is_forgotten(
@@ -350,7 +376,7 @@ def test_nothing_is_left_when_everything_has_ended_and_is_forgotten(
     store.run(queue.tick())
     store.run(queue.tick())
 
-    left = {key.decode().rpartition(":")[2] for key in valkey.keys("f1:{m}:*")}
+    left = {key.decode().rpartition(":")[2] for key in valkey.scan_iter("f1:{m}:*")}
     assert left == {"counters", "usage", "wake", "service"}
     depth = store.run(queue.tick())
     assert (depth.waiting, depth.waiting_tokens, depth.running) == ((0, 0, 0, 0), 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dramatiq
@@ -22,6 +22,8 @@ from tasks.queue import Claim, Queue, Task
 from tasks.runner import IDLE_S, Finished, Runner
 from tests.conftest import PATIENCE_S, on_loop
 
+STORES = ("single", "cluster")
+
 #: Longer than any test: what happens then was not caused by a beat or a lease.
 NEVER_MS = 60_000
 
@@ -34,19 +36,14 @@ class Flaky(AsyncStore):
         self.losing: dict[str, int] = {}  #: script -> replies to lose
         self.error: Exception = RedisConnectionError("lost")
         self.lost: list[str] = []
-        self.together: list[int] = []  #: how many calls went in each exchange of several
+        self.together: list[int] = []  #: how many endings went in each exchange
 
     async def run(self, call: Call[Any]) -> Any:
         reply = await super().run(call)
+        if call.script and call.script.name == "finish":
+            self.together.append(len(reply))
         self._lose(call, reply)
         return reply
-
-    async def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.together.append(len(calls))
-        replies = await super().run_all(calls)
-        for call, reply in zip(calls, replies, strict=True):
-            self._lose(call, reply)
-        return replies
 
     def _lose(self, call: Call[Any], reply: Any) -> None:
         name = call.script.name if call.script else str(call.args[0])

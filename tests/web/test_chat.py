@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from core.errors import BadRequest, ForebayError, WorkerLost
-from core.values import Class, Ending, Outcome, Sampling, Usage
-from web.dialects import chat
+from core.errors import BadRequest, ForebayError, GatewayLost, NotFound, WorkerLost
+from core.outlook import Starting
+from core.values import ANSWERED, Caller, Class, Ending, Outcome, Sampling, Usage, WorkerState
+from web.dialects import chat, responses
 from web.dialects.chat import ChatAnswer
 from web.dialects.draft import Message
+from web.dialects.framing import ChatFraming, KeepAlive, Numbered
+from web.dialects.view import decode, encode, view_of
+from web.transports.http import comment_line, identified_lines
 
 ID = "01939c1e-6f00-7abc-8def-0123456789ab"
 USAGE = Usage(input_tokens=7, cached_tokens=4, output_tokens=3)
@@ -323,7 +330,7 @@ def test_usage_names_what_was_cached() -> None:
     }
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.WORKER_LOST, Outcome.EXPIRED, Outcome.CANCELLED])
+@pytest.mark.parametrize("outcome", sorted(set(Outcome) - ANSWERED))
 def test_a_failure_is_an_error_object_and_never_a_finish_reason(outcome: Outcome) -> None:
     """A stream that just stops is recorded by clients as an empty success (litellm#39748)."""
     answer = ChatAnswer(ID, "m", 1000, True)
@@ -336,6 +343,151 @@ def test_a_failure_is_an_error_object_and_never_a_finish_reason(outcome: Outcome
         answer.whole("Hel", ending(outcome, message="why"))
 
 
-def test_a_lost_worker_is_told_as_such() -> None:
-    with pytest.raises(WorkerLost):
-        ChatAnswer(ID, "m", 1000, False).whole("", ending(Outcome.WORKER_LOST))
+@pytest.mark.parametrize(("outcome", "error"), [(Outcome.WORKER_LOST, WorkerLost), (Outcome.GATEWAY_LOST, GatewayLost)])
+def test_what_was_lost_is_told_as_such(outcome: Outcome, error: type[ForebayError]) -> None:
+    with pytest.raises(error):
+        ChatAnswer(ID, "m", 1000, False).whole("", ending(outcome))
+
+
+# Streams that are gone on with
+
+
+def said(framing: ChatFraming, pieces: list[str], outcome: Outcome) -> list[Numbered]:
+    """A whole stream, with its cursors."""
+    chunks = [one for one in framing.began() if isinstance(one, Numbered)]
+    for piece in pieces:
+        chunks += framing.text(piece)
+    return chunks + framing.ending(ending(outcome))
+
+
+def content(chunks: list[Numbered]) -> str:
+    deltas = [one.chunk["choices"][0]["delta"] for one in chunks if one.chunk.get("choices")]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+def cut(text: str, edges: set[int]) -> list[str]:
+    return [text[a:b] for a, b in pairwise(sorted({0, len(text)} | {edge for edge in edges if edge < len(text)}))]
+
+
+splits = st.sets(st.integers(1, 23))
+
+
+@given(st.text(min_size=1, max_size=24), splits, splits, st.data(), st.booleans(), st.sampled_from(Outcome))
+def test_what_a_client_that_comes_back_is_told_is_what_it_missed(
+    text: str, here: set[int], there: set[int], data: st.DataObject, usage: bool, outcome: Outcome
+) -> None:
+    """After any event, however either gateway cut the text: both parts make one stream."""
+    shown = chat.parse(body(stream_options={"include_usage": usage}))
+    first = said(ChatFraming(ID, shown), cut(text, here), outcome)
+    had = data.draw(st.integers(1, len(first)))
+    after = first[had - 1].cursor
+    assert after is not None
+
+    again = said(ChatFraming(ID, shown, after=after), cut(text, there), outcome)
+
+    cursors = [one.cursor for one in first]
+    assert all(a < b for a, b in pairwise(cursors))  # type: ignore[operator]
+    assert content(first[:had]) + content(again) == text
+    assert all(one.cursor is not None and one.cursor > after for one in again)
+    assert not any(delta_of(one).get("role") for one in again), "SDKs append it wherever it comes again"
+    ends = [one for one in first[had:] if not delta_of(one).get("content")]
+    assert [one for one in again if not delta_of(one).get("content")] == ends
+
+
+def delta_of(one: Numbered) -> dict[str, Any]:
+    choices = one.chunk.get("choices")
+    delta: dict[str, Any] = choices[0]["delta"] if choices else {}
+    return delta
+
+
+def test_a_gateways_own_failure_has_no_number() -> None:
+    """The stream may be whole elsewhere, so a client comes back for what follows the text it has."""
+    framing = ChatFraming(ID, chat.parse(body()))
+
+    assert [one.cursor for one in said(framing, ["Hel"], Outcome.COMPLETED)] == [0, 3, 4]
+    assert [one.cursor for one in framing.failure(GatewayLost())] == [None]
+
+
+def test_waiting_is_said_as_the_operator_chose() -> None:
+    shown = chat.parse(body())
+    starting = Starting(state=WorkerState.LOADING)
+
+    def waits(how: KeepAlive) -> list[Any]:
+        framing = ChatFraming(ID, shown, keep_alive=how)
+        return framing.waiting(3, None, None) + framing.waiting(2, 1500, starting) + framing.idle()
+
+    assert waits("off") == []
+    assert [one.text for one in waits("comment")] == [
+        "queued place=3",
+        "queued place=2 estimate_ms=1500 worker=loading",
+        "keep-alive",
+    ]
+    for one in waits("chunk"):
+        ChatCompletionChunk.model_validate(one.chunk, strict=True)
+        assert (one.chunk["choices"][0]["delta"], one.chunk["choices"][0]["finish_reason"], one.cursor) == (
+            {},
+            None,
+            None,
+        )
+
+
+def test_the_sdk_reads_ids_and_comments() -> None:
+    """It takes every empty line after the first id as an event, so that a comment must not end with one."""
+    framing = ChatFraming(ID, chat.parse(body()))
+    numbered = said(framing, ["Hi"], Outcome.COMPLETED)[:2]
+    lines = [identified_lines(one.chunk, ID.encode(), one.cursor or 0) for one in numbered]
+    raw = lines[0] + comment_line("queued place=3") + comment_line("keep-alive") + lines[1] + comment_line("keep-alive")
+
+    events = list(SSEDecoder().iter_bytes(iter([raw, b"data: [DONE]\n\n"])))
+
+    assert [json.loads(event.data)["object"] for event in events[:-1]] == ["chat.completion.chunk"] * 2
+    assert [event.id for event in events] == [f"{ID}:0", f"{ID}:2", f"{ID}:2"]
+    assert events[-1].data == "[DONE]"
+
+
+def test_an_event_id_names_its_request_and_a_cursor() -> None:
+    assert chat.last_event(f"{ID}:17") == (ID, 17)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", NotFound), ("17", NotFound), (ID, NotFound), ("x:1", NotFound), (ID.upper() + ":1", NotFound),
+        (f" {ID}:1", NotFound), (f"{ID}:", BadRequest), (f"{ID}:x", BadRequest), (f"{ID}:-1", BadRequest),
+        (f"{ID}:1\n", BadRequest), (f"{ID}:" + "1" * 11, BadRequest), (f"{ID}:²", BadRequest),
+    ],
+)  # fmt: skip
+def test_another_event_id_is_refused(text: str, error: type[ForebayError]) -> None:
+    with pytest.raises(error):
+        chat.last_event(text)
+
+
+def test_a_cursor_beyond_the_end_is_refused() -> None:
+    for good in ((0, 0, False), (4, 4, False), (6, 4, True)):
+        chat.check_cursor(*good)
+    for bad in ((5, 4, False), (7, 4, True)):
+        with pytest.raises(BadRequest):
+            chat.check_cursor(*bad)
+
+
+# What is put down of a request
+
+
+def test_a_view_is_read_as_it_was_written() -> None:
+    caller = Caller(org_id="o", project_id="p", key_id="k")
+    for draft in (chat.parse(body(stream=True, stream_options={"include_usage": True})), responses.parse(ASKED)):
+        shown = view_of(draft, caller)
+        assert decode(encode(shown)) == shown
+        assert (shown.model, shown.stream, shown.include_usage) == (draft.model, draft.stream, draft.include_usage)
+
+
+ASKED = {"model": "m", "input": "a secret", "instructions": "another secret", "metadata": {"a": "b"}, "stream": True}
+
+
+def test_no_prompt_is_put_down() -> None:
+    caller = Caller(org_id="o", project_id="p", key_id="k")
+    raw = encode(view_of(responses.parse(ASKED), caller)) + encode(
+        view_of(chat.parse(body(messages=[{"role": "user", "content": "a secret"}])), caller)
+    )
+
+    assert b"secret" not in raw and b"metadata" in raw

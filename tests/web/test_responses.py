@@ -16,14 +16,17 @@ from openai.types.responses.responses_server_event import ResponsesServerEvent
 from pydantic import TypeAdapter
 
 from core.errors import BadRequest, Draining, ForebayError, LimitReached, WorkerLost
-from core.values import Class, Ending, Outcome, Usage
+from core.outlook import Starting
+from core.values import Class, Ending, Outcome, Usage, WorkerState
 from web.dialects import responses
 from web.dialects.draft import Message
+from web.dialects.framing import ResponsesFraming
 from web.dialects.responses import (
     Cancel,
     Create,
     Refused,
     ResponsesAnswer,
+    Resume,
     Steer,
     error_frame,
     parse_event,
@@ -75,8 +78,8 @@ def refusal(asked: object) -> BadRequest:
     return caught.value
 
 
-def answering(**fields: Any) -> ResponsesAnswer:
-    return ResponsesAnswer(ID, responses.parse(body(**fields)), 1000)
+def answering(after: int = -1, **fields: Any) -> ResponsesAnswer:
+    return ResponsesAnswer(ID, responses.parse(body(**fields)), 1000, after)
 
 
 def ending(tokens: int, outcome: Outcome = Outcome.COMPLETED, **fields: Any) -> Ending:
@@ -84,11 +87,11 @@ def ending(tokens: int, outcome: Outcome = Outcome.COMPLETED, **fields: Any) -> 
     return Ending(id=ID, attempt=1, outcome=outcome, usage=usage, ended_ms=2_500_000, **fields)
 
 
-def streamed(answer: ResponsesAnswer, deltas: list[tuple[str, int]], end: Ending) -> list[dict[str, Any]]:
-    """A whole stream; each delta is its text and the offset it ends at."""
+def streamed(answer: ResponsesAnswer, deltas: list[str], end: Ending) -> list[dict[str, Any]]:
+    """A whole stream."""
     events = answer.created() + answer.queued(2, 1500) + answer.queued(1, None) + answer.in_progress()
-    for text, offset_end in deltas:
-        events += answer.text(text, offset_end)
+    for text in deltas:
+        events += answer.text(text)
     return events + answer.ending(end)
 
 
@@ -205,11 +208,12 @@ def test_a_previous_response_is_not_found_while_none_is_kept() -> None:
         (Outcome.CANCELLED, "cancelled", "incomplete"),
         (Outcome.FAILED, "failed", "failed"),
         (Outcome.WORKER_LOST, "failed", "failed"),
+        (Outcome.GATEWAY_LOST, "failed", "failed"),
     ],
 )
 def test_the_sdk_follows_a_stream_to_its_end(outcome: Outcome, status: str, last: str) -> None:
     """Its types take each event strictly, and its accumulator ends with the text that was sent."""
-    events = streamed(answering(), [("Hel", 1), ("", 2), ("lo", 3)], ending(4, outcome))
+    events = streamed(answering(), ["Hel", "", "lo"], ending(4, outcome))
 
     state = ResponseStreamState(text_format=omit, input_tools=omit)
     for event in events:
@@ -227,7 +231,7 @@ def test_the_sdk_follows_a_stream_to_its_end(outcome: Outcome, status: str, last
 
 
 def test_every_response_object_has_every_key_of_the_specification() -> None:
-    events = streamed(answering(), [("Hi", 1)], ending(1)) + answering().failure(WorkerLost())
+    events = streamed(answering(), ["Hi"], ending(1)) + answering().failure(WorkerLost())
     shown = [event["response"] for event in events if "response" in event] + [answering().whole("Hi", ending(1))]
 
     assert all(set(response) == RESOURCE_KEYS for response in shown)
@@ -236,65 +240,129 @@ def test_every_response_object_has_every_key_of_the_specification() -> None:
 
 def test_ids_and_times_come_from_the_request_alone() -> None:
     """Two gateways that answer for the same request say the same."""
-    one, other = (streamed(answering(), [("a", 1), ("b", 2)], ending(2)) for _ in range(2))
+    one, other = (streamed(answering(), ["a", "b"], ending(2)) for _ in range(2))
 
     assert one == other
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=30),
-    st.integers(0, 3),
-    st.sampled_from(Outcome),
-)
-def test_numbers_rise_and_depend_on_the_offset_alone(
-    pieces: list[tuple[int, str]], unseen: int, outcome: Outcome
-) -> None:
-    """However tokens come in pieces, a text that ends at offset k has number 103 + 2k, and the end comes after it."""
-    offset, deltas = 0, []
-    for tokens, text in pieces:
-        offset += tokens
-        deltas.append((text, offset))
-
-    events = streamed(answering(), deltas, ending(offset + unseen, outcome))
+@given(st.lists(st.text(max_size=3), max_size=30), st.sampled_from(Outcome))
+def test_numbers_rise_and_depend_on_the_text_alone(pieces: list[str], outcome: Outcome) -> None:
+    """However it comes in pieces, a text that ends at character c has number 103 + c, and the end comes after it."""
+    events = streamed(answering(), pieces, ending(len(pieces), outcome))
 
     numbers = [event["sequence_number"] for event in events]
-    ends = {103 + 2 * end for _, end in deltas}
-    sent = [event for event in events if event["type"] == "response.output_text.delta"]
+    text, said = "".join(pieces), ""
     assert all(a < b for a, b in pairwise(numbers))
-    assert numbers[-1] == 103 + 2 * (offset + unseen) + 5
-    assert all(event["sequence_number"] in ends for event in sent[:-1])
-    if outcome in (Outcome.COMPLETED, Outcome.LENGTH, Outcome.CANCELLED):
-        assert "".join(event["delta"] for event in sent) == "".join(text for text, _ in deltas)
+    assert numbers[-1] == 103 + len(text) + 4
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            said += event["delta"]
+            assert event["sequence_number"] == 103 + len(said)
+    assert said == text
 
 
-@given(st.data())
-def test_two_gateways_give_the_same_numbers_to_what_both_send(data: st.DataObject) -> None:
-    """One may have joined two pieces: where both end a text at the same offset, its number and all before it agree."""
-    texts = data.draw(st.lists(st.text(min_size=1, max_size=2), min_size=1, max_size=20))
-    cuts = sorted({*data.draw(st.sets(st.integers(1, len(texts)))), len(texts)})
-    fine = [(text, k) for k, text in enumerate(texts, 1)]
-    coarse = [("".join(texts[a:b]), b) for a, b in pairwise([0, *cuts])]
-
-    one, other = (streamed(answering(), deltas, ending(len(texts))) for deltas in (fine, coarse))
-
-    def read_to(events: list[dict[str, Any]], number: int) -> str:
-        return "".join(event.get("delta", "") for event in events if event["sequence_number"] <= number)
-
-    assert all(read_to(one, 103 + 2 * cut) == read_to(other, 103 + 2 * cut) for cut in cuts)
-    assert {event["sequence_number"]: event["type"] for event in other}.items() <= {
-        event["sequence_number"]: event["type"] for event in one
-    }.items()
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=24)
 
 
-def test_a_place_in_the_queue_is_told_until_its_numbers_are_used_up() -> None:
+def cut(text: str, edges: set[int]) -> list[str]:
+    return [text[a:b] for a, b in pairwise(sorted({0, len(text)} | {edge for edge in edges if edge < len(text)}))]
+
+
+splits = st.sets(st.integers(1, 23))
+
+
+@given(texts, splits, splits, st.integers(-1, 140), st.sampled_from(Outcome))
+def test_what_a_client_that_comes_back_is_told_is_what_it_missed(
+    text: str, here: set[int], there: set[int], after: int, outcome: Outcome
+) -> None:
+    """Any cursor, however either gateway cut the text: what it has and what it is told make one stream."""
+    first = streamed(answering(), cut(text, here), ending(9, outcome))
+    again = [
+        event
+        for event in streamed(answering(after), cut(text, there), ending(9, outcome))
+        if event["type"] != "response.queued"
+    ]
+
+    had = [event for event in first if event["sequence_number"] <= after]
+    missed = [event for event in first if event["sequence_number"] > after]
+    seen = text[: max(0, after - 103)]
+    assert all(event["sequence_number"] > after for event in again)
+    assert seen + text_of(again) == text
+    if text_of(had) == seen:  # a cursor that this client can have
+        assert others(again) == others(missed)
+    if again:
+        assert again[-1] == first[-1]
+
+
+def others(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but text and place, which may come in other pieces."""
+    return [e for e in events if e["type"] not in ("response.output_text.delta", "response.queued")]
+
+
+@given(texts, splits, st.integers(0, 24))
+def test_a_stream_of_two_halves_is_followed_by_the_sdk(text: str, edges: set[int], seen: int) -> None:
+    """It keeps one state over the broken connection, and ends with the text that was sent."""
+    pieces = cut(text, edges)
+    first = streamed(answering(), pieces, ending(9))
+    broken_at = 103 + min(seen, len(text))
+    had = [event for event in first if event["sequence_number"] <= broken_at]
+    after = had[-1]["sequence_number"]
+
+    state = ResponseStreamState(text_format=omit, input_tools=omit)
+    for event in had + streamed(answering(after), [text], ending(9)):
+        state.handle_event(STREAM_EVENT.validate_python(event, strict=True))
+
+    assert state._completed_response is not None and state._completed_response.output_text == text
+
+
+@given(texts, splits, splits, st.integers(0, 24))
+def test_a_client_that_leaves_out_by_number_what_it_has_gets_the_rest(
+    text: str, here: set[int], there: set[int], seen: int
+) -> None:
+    """The SDK's helper asks for the whole stream. Wherever its first one was cut, the second one is cut there too."""
+    seen = min(seen, len(text))
+    framing = ResponsesFraming(ID, responses.parse(body()), delivered=seen)
+
+    again = [event for piece in cut(text, there) for event in framing.text(piece)]
+
+    assert text[:seen] + text_of([event for event in again if event["sequence_number"] > 103 + seen]) == text
+    assert text_of(again) == text
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event.get("delta", "") for event in events)
+
+
+@pytest.mark.parametrize("after", [0, 3, 98, 99])
+def test_a_client_that_comes_back_while_it_waits_is_told_its_place(after: int) -> None:
+    answer = answering(after)
+
+    events = answer.created() + answer.queued(5) + answer.queued(4) + answer.in_progress()
+
+    assert types(events) == ["queued", "queued", "in_progress"]
+    assert [event["sequence_number"] for event in events[:2]] == [min(after + 1, 99), min(after + 2, 99)]
+
+
+def test_a_place_in_the_queue_is_told_whenever_it_changes() -> None:
+    """The numbers for it are used up one day, and then the last one serves: a place is news, not history."""
     answer = answering()
     answer.created()
 
     events = [event for place in range(200) for event in answer.queued(place, 1500)]
 
-    assert [event["sequence_number"] for event in events] == list(range(1, 99))
-    assert events[3]["queue"] == {"position": 3, "eta_seconds": 1.5}
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(1, 100)) + [99] * 101
+    assert events[3]["queue"] == {"place": 3, "estimate_ms": 1500, "worker": None}
     assert events[3]["response"]["status"] == "queued"
+
+
+def test_a_worker_that_is_being_started_is_told() -> None:
+    starting = Starting(state=WorkerState.LOADING, detail="weights 40 %")
+
+    [event] = answering().queued(1, 9000, starting)
+
+    assert event["queue"] == {"place": 1, "estimate_ms": 9000, "worker": {"state": "loading", "detail": "weights 40 %"}}
+    SERVER_EVENT.validate_python(event, strict=True)
 
 
 def test_nothing_is_said_twice() -> None:
@@ -323,15 +391,6 @@ def test_what_ends_while_it_waits_has_no_output(outcome: Outcome, last: str) -> 
     assert events[-1]["response"]["output"] == []
 
 
-def test_what_the_detokenizer_still_held_comes_before_the_end() -> None:
-    """Text without a token: the number after that of its offset."""
-    answer = answering()
-    events = answer.text("Hel", 2) + answer.text("lo", 2) + answer.ending(ending(2))
-
-    sent = [(e["sequence_number"], e["delta"]) for e in events if e["type"] == "response.output_text.delta"]
-    assert sent == [(107, "Hel"), (108, "lo")]
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -343,11 +402,12 @@ def test_what_the_detokenizer_still_held_comes_before_the_end() -> None:
 )
 def test_a_gateways_own_failure_ends_the_stream_with_what_was_sent(error: ForebayError, code: str) -> None:
     answer = answering()
-    events = answer.created() + answer.text("Hel", 1) + answer.failure(error)
+    events = answer.created() + answer.text("Hel") + answer.failure(error)
 
     final = Response.model_validate(events[-1]["response"], strict=True)
     assert final.error is not None and (final.error.code, final.error.message) == (code, error.message)
     assert (final.status, final.output_text) == ("failed", "Hel")
+    assert events[-1]["sequence_number"] == 106, "whoever comes back after it misses nothing"
 
 
 def test_a_warm_up_completes_without_output() -> None:
@@ -363,9 +423,55 @@ def test_a_warm_up_completes_without_output() -> None:
     assert set(events[-1]["response"]) == RESOURCE_KEYS
 
 
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_response_that_is_asked_for_later_is_what_its_stream_ended_with(outcome: Outcome) -> None:
+    """An error too: what was delivered, and then why there is no more."""
+    last = streamed(answering(), ["Hel", "lo"], ending(2, outcome))[-1]["response"]
+    answer = answering()
+    answer.text("Hello")
+
+    assert answer.so_far(False, ending(2, outcome)) == last
+
+
+def test_a_response_that_has_not_ended_is_shown_as_far_as_it_is() -> None:
+    waits, runs = answering(), answering()
+    runs.text("Hel")
+
+    assert waits.so_far(True, None)["status"] == "queued"
+    shown = runs.so_far(False, None)
+    assert (shown["status"], Response.model_validate(shown, strict=True).output_text) == ("in_progress", "Hel")
+
+
+@pytest.mark.parametrize(("given", "after"), [(None, -1), ("0", 0), ("107", 107), (107, 107)])
+def test_a_cursor_is_a_number(given: object, after: int) -> None:
+    assert responses.cursor(given) == after
+
+
+@pytest.mark.parametrize("given", ["", "x", "-1", "1.5", "٣", "²", "1" * 11, 1.5, -1, True, [1], {}])
+def test_anything_else_is_no_cursor(given: object) -> None:
+    with pytest.raises(BadRequest) as caught:
+        responses.cursor(given)
+    assert (caught.value.status, caught.value.param) == (400, "starting_after")
+
+
+def test_a_cursor_beyond_the_end_is_refused() -> None:
+    for good in ((0, 0, False), (102, 0, False), (107, 4, False), (111, 4, True)):
+        responses.check_cursor(*good)
+    for bad in ((103 + 5, 4, False), (103 + 9, 4, True), (103 + 1, 0, False)):
+        with pytest.raises(BadRequest):
+            responses.check_cursor(*bad)
+
+
+@given(st.text())
+def test_no_text_is_an_id_but_one_of_ours(text: str) -> None:
+    assert responses.request_id_of(text) is None
+    assert responses.request_id_of(answering().id) == ID
+    assert responses.request_id_of(answering().id + "\n") is None
+
+
 def test_a_whole_answer_is_what_the_stream_ends_with() -> None:
     for outcome in (Outcome.COMPLETED, Outcome.LENGTH):
-        last = streamed(answering(), [("Hello", 1)], ending(1, outcome))[-1]["response"]
+        last = streamed(answering(), ["Hello"], ending(1, outcome))[-1]["response"]
         assert answering().whole("Hello", ending(1, outcome)) == last
 
 
@@ -375,7 +481,7 @@ def test_a_whole_answer_that_failed_is_an_error() -> None:
 
 
 def test_a_cut_answer_says_why_and_what_it_used() -> None:
-    last = streamed(answering(), [("Hello", 1)], ending(1, Outcome.LENGTH))[-1]["response"]
+    last = streamed(answering(), ["Hello"], ending(1, Outcome.LENGTH))[-1]["response"]
 
     assert last["incomplete_details"] == {"reason": "max_output_tokens"}
     assert last["output"][0]["status"] == "incomplete"
@@ -409,6 +515,16 @@ def test_a_cancel_names_its_response() -> None:
     assert parse_event('{"type":"response.cancel","response_id":"resp_1"}') == Cancel(response_id="resp_1")
 
 
+def test_a_resume_names_its_response_and_its_cursor() -> None:
+    whole, rest = (
+        '{"type":"response.resume","response_id":"resp_1"}',
+        '{"type":"response.resume","response_id":"resp_1","starting_after":7,"stream_id":"a"}',
+    )
+
+    assert parse_event(whole) == Resume(response_id="resp_1")
+    assert parse_event(rest) == Resume(response_id="resp_1", starting_after=7, stream_id="a")
+
+
 def test_steering_is_answered_with_the_event_that_says_it_is_not_supported() -> None:
     steer = parse_event('{"type":"response.steer","previous_response_id":"resp_1","input":"left"}')
 
@@ -434,6 +550,8 @@ def test_steering_is_answered_with_the_event_that_says_it_is_not_supported() -> 
         ('{"type":"response.create","stream_id":5}', "invalid_stream_id", "stream_id", None),
         (f'{{"type":"response.create","stream_id":"{"a" * 257}"}}', "invalid_stream_id", "stream_id", None),
         ('{"type":"response.create","generate":1}', "invalid_value", "generate", None),
+        ('{"type":"response.resume","stream_id":"a"}', "invalid_value", "response_id", "a"),
+        ('{"type":"response.resume","response_id":"r","starting_after":"x"}', "invalid_value", "starting_after", None),
         ('{"type":"response.cancel","stream_id":"a"}', "invalid_value", "response_id", "a"),
         ('{"type":"response.steer"}', "invalid_value", "previous_response_id", None),
         ('{"type":"session.update","stream_id":"a"}', "unknown_event", "type", "a"),

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 import pytest
 
 import core.catalog
 from core.catalog import Model
+from core.stream.frames import Delta, Output
 from core.values import Caller, Request, Sampling
 from workers.engine import EngineDead, EngineRefused, EngineStats, Piece
+from workers.resume import Plan, Seam, plan
 from workers.scripted import ScriptedEngine, script_seed, scripted_token, scripted_tokens
 from workers.vllm.engine import VllmEngine
 
@@ -353,6 +356,63 @@ def test_a_stop_string_ends_a_stream_before_it(started: Started) -> None:
     assert (answer.text, answer.finish) == (whole.text[:at], "stop")
     assert answer.tokens == whole.tokens[: len(answer.tokens)]
     assert stop not in answer.text and len(answer.tokens) < 15
+
+
+def test_the_text_of_tokens_is_the_text_that_was_streamed(started: Started) -> None:
+    answer = started.run(started.ask(request("said", CANARY, max_tokens=12, temperature=0)))
+
+    assert started.engine.text_of(answer.tokens, CANARY) == answer.text
+
+
+@pytest.mark.parametrize("cut", [3, 6, 9])
+def test_a_resumed_stream_shows_the_same_text_and_stops_at_the_same_string(started: Started, cut: int) -> None:
+    """Wherever the stop string lies: before the cut it was held back, and after it the engine sees only its end."""
+    asked = request("seam", CANARY, max_tokens=15, temperature=0)
+    answer = started.run(started.ask(asked))
+    stop = started.engine.text_of(answer.tokens[:10], CANARY)[-6:]
+    stopping = replace_stop(asked, stop)
+    whole = started.run(started.ask(stopping))
+    cut = min(cut, len(whole.tokens) - 1)
+    hold = started.engine.text_of(answer.tokens[:cut], CANARY)[: -(len(stop) - 1)]
+    before = Output("seam")
+    before.add([Delta("seam", 1, 0, tuple(answer.tokens[:cut]), hold)])
+
+    begun = plan(stopping, before, lambda ids: started.engine.text_of(ids, CANARY))
+    seam = Seam(begun, stopping, lambda ids: started.engine.text_of(ids, CANARY))
+    rest = started.run(resumed(started, stopping, begun, seam))
+
+    assert (hold + rest.text, answer.tokens[:cut] + rest.tokens) == (whole.text, whole.tokens)
+    assert (rest.finish, whole.finish) == ("stop", "stop")
+
+
+def replace_stop(asked: Request, stop: str) -> Request:
+    return msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, stop=(stop,)))
+
+
+async def resumed(started: Started, asked: Request, begun: Plan, seam: Seam) -> Answer:
+    answer = Answer()
+    async with aclosing(started.engine.generate(begun.request(asked), begun.cut)) as pieces:
+        async for piece in pieces:
+            answer.add(seam.join(piece))
+            if answer.finish:
+                break
+    return answer
+
+
+def test_a_cut_within_a_character_is_moved_back_before_it(processes: Started) -> None:
+    """An engine would take half a character for the prompt's, and give text of the prompt as output."""
+    assert isinstance(processes.engine, VllmEngine)
+    tokenizer = processes.engine._engine.get_tokenizer()
+    ids = tokenizer.encode("ab 😀漢", add_special_tokens=False)
+    for n in range(1, len(ids) + 1):
+        text = processes.engine.text_of(ids[:n], CANARY)
+        before = Output("wide")
+        before.add([Delta("wide", 1, 0, tuple(ids[:n]), text.rstrip("\ufffd"))])
+        asked = request("wide", CANARY, max_tokens=20)
+        begun = plan(asked, before, lambda ids: processes.engine.text_of(ids, CANARY))
+
+        assert not processes.engine.text_of(begun.tokens, CANARY).endswith("\ufffd")
+        assert n - begun.cut < 4 and (begun.cut == n or text.endswith("\ufffd"))
 
 
 def test_greedy_decoding_repeats_itself(started: Started) -> None:

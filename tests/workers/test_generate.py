@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import dramatiq
+import msgspec
 import pytest
 import redis
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
+from core import prefix
 from core.catalog import Model, StepProfile
 from core.redis import AsyncStore, Call, Store
-from core.stream.frames import Delta, Frame, decode
-from core.stream.log import gateway_channel
+from core.stream.frames import Delta, Frame, Output, cut_of, decode
+from core.stream.log import gateway_channel, logged, save, saved
 from core.values import Caller, Ending, Request, Sampling, Usage
 from tasks.broker import QueueBroker
 from tasks.queue import Queue, generation
 from tasks.runner import IDLE_S, Runner
 from tests.conftest import PATIENCE_S, on_loop
-from workers.generate import Generator, Publisher
-from workers.scripted import ScriptedEngine, scripted_tokens
+from workers.generate import BUFFER_BYTES, Generator, Publisher
+from workers.scripted import ScriptedEngine, script_seed, scripted_tokens
 
 MODEL = "m"
 PROMPT = [10, 11, 12]
@@ -31,15 +33,27 @@ PROMPT = [10, 11, 12]
 NEVER_MS = 60_000
 
 
-def request(name: str, *, gateway: str = "g", n: int = 20, seed: int = 7, prompt: list[int] | None = None) -> Request:
+def request(
+    name: str,
+    *,
+    gateway: str = "g",
+    n: int = 20,
+    seed: int | None = 7,
+    prompt: list[int] | None = None,
+    stop: tuple[str, ...] = (),
+) -> Request:
     return Request(
         id=name,
         model=MODEL,
         caller=Caller(org_id="o", project_id="p", key_id="k"),
         gateway=gateway,
         prompt_token_ids=prompt or PROMPT,
-        sampling=Sampling(max_tokens=n, seed=seed),
+        sampling=Sampling(max_tokens=n, seed=seed, stop=stop),
     )
+
+
+def name_of(call: Call[Any]) -> str:
+    return call.script.name if call.script else str(call.args[0])
 
 
 class Watched(AsyncStore):
@@ -49,20 +63,29 @@ class Watched(AsyncStore):
         super().__init__(*args, **options)
         self.asked: list[str] = []
         self.losing: dict[str, int] = {}
+        self.away: set[str] = set()  #: names of what it does not take; "all"
+        self.exchanges: list[list[str]] = []
 
     async def run(self, call: Call[Any]) -> Any:
+        self._fail([call])
         reply = await super().run(call)
         self._note(call)
         return reply
 
     async def run_all(self, calls: Any) -> list[Any]:
+        self._fail(calls)
         replies = await super().run_all(calls)
+        self.exchanges.append([name_of(call) for call in calls])
         for call in calls:
             self._note(call)
         return replies
 
+    def _fail(self, calls: Any) -> None:
+        if self.away & {"all", *map(name_of, calls)}:
+            raise RedisConnectionError("away")
+
     def _note(self, call: Call[Any]) -> None:
-        name = call.script.name if call.script else str(call.args[0])
+        name = name_of(call)
         self.asked.append(name)
         if self.losing.get(name, 0) > 0:
             self.losing[name] -= 1
@@ -112,13 +135,21 @@ class Gateway:
         return [delta for frame in self.frames for delta in frame.deltas if delta.id == name]
 
     def tokens(self, name: str) -> list[int]:
-        """Its tokens in order; what came twice counts once, and a gap fails."""
+        """Its tokens in order; what came twice counts once, a gap fails, and so does a token that changes."""
         tokens: list[int] = []
         for delta in self.deltas(name):
             assert delta.offset <= len(tokens), "a gap"
-            if delta.offset == len(tokens):
-                tokens += delta.tokens
+            known = len(tokens) - delta.offset
+            assert tuple(tokens[delta.offset :][: len(delta.tokens)]) == delta.tokens[:known], "it changed"
+            tokens += delta.tokens[known:]
         return tokens
+
+    def text(self, name: str) -> str:
+        text = ""
+        for delta in self.deltas(name):
+            assert delta.at <= len(text), "a gap"
+            text += delta.text[len(text) - delta.at :]
+        return text
 
 
 class Worker:
@@ -129,22 +160,33 @@ class Worker:
         self.side = Store.connect(url)
         self.queue = Queue(MODEL)
 
-    def make(self, *, slots: int = 8, step_ms: float = 2.0, buffer_s: float = 30.0) -> Worker:
+    def make(
+        self,
+        name: str = "w",
+        *,
+        slots: int = 8,
+        step_ms: float = 2.0,
+        buffer_s: float = 30.0,
+        buffer_bytes: int = BUFFER_BYTES,
+        beat_ms: int = NEVER_MS,
+    ) -> Worker:
+        self.name = name
         model = Model(name=MODEL, context_tokens=500, slots=slots, step=StepProfile(base_ms=step_ms, sequence_ms=0))
         self.engine = ScriptedEngine(model)
-        self.store = Watched.connect(self.url)
+        self.store = cast(Watched, Watched.connect(self.url))
         self.blocking = AsyncStore.connect(self.url, timeout_s=IDLE_S + 3)
         self.runner = Runner(
             QueueBroker(self.side),
             self.store,
             self.blocking,
             self.queue,
-            worker="w",
+            worker=name,
             lease_ms=NEVER_MS,
-            beat_ms=NEVER_MS,
+            beat_ms=beat_ms,
             room=lambda: slots - len(self.runner.held),
         )
-        self.publisher = Publisher(self.store, self.runner, MODEL, buffer_s=buffer_s)
+        self.publisher = Publisher(self.store, self.runner, MODEL, buffer_s=buffer_s, buffer_bytes=buffer_bytes)
+        self.runner.before_back = self.publisher.put_away
         self.generator = Generator(self.engine, self.runner, self.publisher)
         generate: Any = self.generator.generate
         dramatiq.Actor(
@@ -156,20 +198,49 @@ class Worker:
     async def __aenter__(self) -> Worker:
         await self.engine.start()
         self.engine.on_step(self._step)
-        self.background = [asyncio.create_task(self.runner.run()), asyncio.create_task(self.publisher.run())]
-        channel = self.queue.worker_channel("w")
+        loops = (self.runner.run, self.publisher.run, self.publisher.saves)
+        self.background: list[asyncio.Task[None]] = [asyncio.create_task(loop()) for loop in loops]
+        channel = self.queue.worker_channel(self.name)
         await self.until(lambda: self.side.client.pubsub_numsub(channel)[0][1] == 1)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if not self.runner.draining.is_set():
             await self.runner.drain(0)
-        await self.background[0]
-        self.background[1].cancel()
+        await asyncio.wait([self.background[0]])
+        await self._close()
+
+    async def die(self) -> None:
+        """At once, handing nothing back, as a killed process would; its host's agent says so."""
+        self.runner.draining.set()
+        tasks = [*self.background, *self.runner._background]
+        tasks += [held.task for held in self.runner.held.values() if held.task]
+        while going := [task for task in tasks if not task.done()]:
+            for task in going:
+                task.cancel()
+            await asyncio.wait(going, timeout=0.1)
+        self.side.run(self.queue.tick(self.name))
+
+    async def _close(self) -> None:
+        for task in self.background:
+            task.cancel()
         await asyncio.wait(self.background)
         await self.engine.stop()
         await self.store.close()
         await self.blocking.close()
+
+    async def beat(self) -> None:
+        """One beat, as after a lease that nobody vouched for."""
+        await self.runner._beat()
+
+    def output(self, name: str) -> Output:
+        """What whoever takes over now would read."""
+        output = Output(name)
+        frames = self.side.run(logged(MODEL, self.name))
+        kept = self.side.run(saved(MODEL, name))
+        output.add(kept)
+        output.add_frames(frames)
+        return output
 
     def _step(self) -> None:
         self.steps += 1
@@ -188,7 +259,7 @@ class Worker:
         await self.until(lambda: name in self.runner.held and self.runner.held[name].usage.output_tokens >= tokens)
 
     def ending(self, name: str) -> Ending | None:
-        return self.side.run(self.queue.watch("side", [name], lease_ms=1000))[0].ending
+        return self.side.run(self.queue.watch("side", [name])).seen[0].ending
 
     async def ended(self, name: str) -> Ending:
         await self.until(lambda: self.ending(name))
@@ -242,46 +313,30 @@ async def test_a_step_is_one_publish_for_each_gateway_however_many_requests_it_h
         worker.send(*(request(name, gateway=f"g{n % 2}", n=40, seed=n) for n, name in enumerate(names)))
         for n, name in enumerate(names):
             await gateways[n % 2].ending(name)
-        publishes = valkey.info("commandstats")["cmdstat_publish"]["calls"]
+        commands = valkey.info("commandstats")
+        publishes, entries = commands["cmdstat_publish"]["calls"], commands["cmdstat_xadd"]["calls"]
 
     assert all(gateways[n % 2].tokens(name) == scripted_tokens(n, 40) for n, name in enumerate(names))
     carrying = [sum(bool(frame.deltas) for frame in gateway.frames) for gateway in gateways]
     assert publishes == sum(carrying) + len(names)
-    assert max(carrying) <= worker.steps
+    assert max(carrying) <= entries - len(names) <= worker.steps, "and one entry of the log; each ending has one too"
     assert publishes < 2 * 45 + len(names), "320 tokens"
     assert max(len({delta.id for delta in frame.deltas}) for frame in g0.frames) == 4
 
 
 @on_loop
-async def test_nothing_is_lost_while_nobody_listens_for_a_while(worker: Worker) -> None:
-    """All of it is generated before the gateway listens; it ends only when the gateway has it."""
-    async with worker.make():
-        worker.send(request("a", n=30))
-        await worker.generated("a", 30)
-        await worker.until(lambda: "PUBLISH" in worker.store.asked)
-        assert worker.ending("a") is None
-
-        async with Gateway(worker.url) as gateway:
-            ending = await gateway.ending("a")
-
-    assert gateway.tokens("a") == scripted_tokens(7, 30)
-    assert gateway.frames[-1].endings == (ending,)
-
-
-@on_loop
-async def test_nothing_is_lost_or_out_of_order_when_a_gateway_stops_listening_in_between(worker: Worker) -> None:
+async def test_what_nobody_listens_to_can_be_read(worker: Worker) -> None:
+    """A publish is made once. Whoever missed it reads saved output and the log, at any moment while it runs."""
     async with worker.make(step_ms=5):
-        async with Gateway(worker.url) as before:
-            worker.send(request("a", n=40))
-            await before.until(lambda: len(before.tokens("a")) >= 10)
-        await worker.generated("a", 30)
-        async with Gateway(worker.url) as after:
-            await after.ending("a")
+        worker.send(request("a", n=40))
+        await worker.until(lambda: len(worker.output("a").tokens) >= 10)
+        running = worker.output("a")
+        await worker.ended("a")
+        ended = worker.output("a")
 
-    both = Gateway(worker.url)
-    both.frames = before.frames + after.frames
-    assert both.tokens("a") == scripted_tokens(7, 40)
-    assert len(before.tokens("a")) < 30
+    assert list(running.tokens) == scripted_tokens(7, 40)[: len(running.tokens)]
+    assert (list(ended.tokens), ended.finish) == (scripted_tokens(7, 40), "length")
+    assert ended.text == bytes(scripted_tokens(7, 40)).decode()
 
 
 @on_loop
@@ -295,22 +350,6 @@ async def test_a_publish_whose_reply_was_lost_is_made_again(worker: Worker) -> N
     assert gateway.tokens("a") == scripted_tokens(7, 20)
     assert sum(len(delta.tokens) for delta in gateway.deltas("a")) > 20, "some came twice"
     assert gateway.frames[-1].endings
-
-
-@on_loop
-async def test_requests_of_a_gateway_that_is_silent_for_too_long_are_cancelled(worker: Worker) -> None:
-    """Others are none the worse for it."""
-    with capture_logs() as said:
-        async with Gateway(worker.url, "here") as here, worker.make(step_ms=5, buffer_s=0.1):
-            worker.send(request("lost", gateway="gone", n=400), request("fine", gateway="here", n=40))
-            lost = await worker.ended("lost")
-            await here.ending("fine")
-            await worker.until(lambda: not worker.publisher.outlets)
-
-    assert lost.outcome == "cancelled"
-    assert 0 < lost.usage.output_tokens < 400
-    assert here.tokens("fine") == scripted_tokens(7, 40)
-    assert [one["gateway"] for one in said if one["event"] == "gateway_gone"] == ["gone"]
 
 
 @on_loop
@@ -338,7 +377,7 @@ async def test_a_worker_that_lost_the_request_before_its_first_token_publishes_n
             assert worker.side.run(worker.queue.claim("w2", 1, lease_ms=NEVER_MS, nonce="n")).claims
 
             await worker.until(lambda: not worker.runner.held)
-            await worker.until(lambda: not any(outlet.frames for outlet in worker.publisher.outlets.values()))
+            await worker.until(lambda: not worker.publisher.waiting_bytes)
             worker.side.client.publish(gateway_channel(MODEL, "g"), b"\x81\xa6worker\xa3end")
             await gateway.until(lambda: gateway.frames and gateway.frames[-1].worker == "end")
 
@@ -388,6 +427,7 @@ async def test_a_request_nobody_listens_to_needs_no_gateway(worker: Worker) -> N
 
     assert (ending.outcome, ending.usage.output_tokens) == ("length", 10)
     assert "PUBLISH" not in worker.store.asked
+    assert list(worker.output("a").tokens) == scripted_tokens(7, 10), "another worker could go on with it"
 
 
 @on_loop
@@ -400,5 +440,283 @@ async def test_when_the_engine_dies_its_requests_go_back_to_the_queue(worker: Wo
             await worker.generator.dead.wait()
             await worker.runner.drain(0)
 
-    [seen] = worker.side.run(worker.queue.watch("side", ["a"], lease_ms=1000))
+    [seen] = worker.side.run(worker.queue.watch("g", ["a"])).seen
     assert (seen.state, seen.ending) == ("waiting", None)
+
+
+# --- the store is away
+
+
+@on_loop
+async def test_no_step_is_lost_while_the_store_is_away(worker: Worker) -> None:
+    """All of it is generated before the store takes any; then it leaves in order, and ends once."""
+    names = [f"r{n}" for n in range(6)]
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=1):
+        worker.send(*(request(name, n=300, seed=n) for n, name in enumerate(names)))
+        await gateway.until(lambda: all(len(gateway.tokens(name)) >= 3 for name in names))
+        worker.store.away = {"all"}
+        for name in names:
+            await worker.generated(name, 300)
+        assert not any(worker.ending(name) for name in names)
+        assert worker.publisher.waiting_bytes > 0
+        worker.store.away = set()
+        endings = [await gateway.ending(name) for name in names]
+
+    assert all(gateway.tokens(name) == scripted_tokens(n, 300) for n, name in enumerate(names))
+    assert all((ending.outcome, ending.attempt) == ("length", 1) for ending in endings)
+    assert worker.publisher.waiting_bytes == 0
+
+
+@pytest.mark.parametrize("bound", [{"buffer_s": 0.1}, {"buffer_bytes": 2000}])
+@on_loop
+async def test_generation_stops_at_the_bound_and_goes_on_from_there(worker: Worker, bound: dict[str, Any]) -> None:
+    """Nothing that was made is dropped: it leaves before the request goes back, and the next attempt goes on there."""
+    with capture_logs() as said:
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=3, **bound):
+            asked = request("a", n=400, seed=None)
+            worker.send(asked)
+            await gateway.until(lambda: len(gateway.tokens("a")) >= 3)
+            worker.store.away = {"all"}
+            await worker.until(lambda: worker.engine.stats().running == 0)
+            made = worker.runner.held["a"].usage.output_tokens
+            worker.store.away = set()
+            ending = await gateway.ending("a")
+
+    whole = scripted_tokens(script_seed(asked), 400)
+    assert gateway.tokens("a") == whole
+    assert (ending.outcome, ending.attempt, ending.usage.output_tokens) == ("length", 2, 400)
+    first = next(delta for delta in gateway.deltas("a") if delta.attempt == 2)
+    assert (first.offset, first.cut) == (made, cut_of(whole[:made]))
+    assert sum(one["event"] == "buffer_full" for one in said) == 1
+
+
+@on_loop
+async def test_what_ended_while_the_store_was_away_too_long_is_only_told_late(worker: Worker) -> None:
+    """A seeded answer could not be gone on with, and need not be: it is whole."""
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=3, buffer_s=0.2):
+            worker.send(request("short", n=10), request("long", n=400, seed=None))
+            await gateway.until(lambda: gateway.tokens("long"))
+            worker.store.away = {"all"}
+            await worker.until(lambda: worker.engine.stats().running == 0)
+            worker.store.away = set()
+            endings = [await gateway.ending(name) for name in ("short", "long")]
+
+    assert [(ending.outcome, ending.attempt) for ending in endings] == [("length", 1), ("length", 2)]
+    assert gateway.tokens("short") == scripted_tokens(7, 10)
+
+
+@on_loop
+async def test_a_worker_that_was_fenced_while_the_store_was_away_publishes_nothing_more(worker: Worker) -> None:
+    """What waits goes out only once a beat has said whose the request is."""
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=5):
+            worker.send(request("a", n=400, seed=None))
+            await gateway.until(lambda: len(gateway.tokens("a")) >= 3)
+            worker.runner._vouched_s = float("-inf")  # the lease has run out meanwhile
+            await worker.until(lambda: worker.publisher.waiting_bytes > 500)
+            worker.side.run(worker.queue.tick("w"))
+            [claim] = worker.side.run(worker.queue.claim("w2", 1, lease_ms=NEVER_MS, nonce="n")).claims
+            entries = worker.side.client.xlen(f"f1:{{{MODEL}}}:log:w")
+            await worker.beat()
+            await worker.until(lambda: not worker.runner.held and not worker.publisher.waiting_bytes)
+            worker.side.client.publish(gateway_channel(MODEL, "g"), b"\x81\xa6worker\xa3end")
+            await gateway.until(lambda: gateway.frames[-1].worker == "end")
+
+    takeover = next(n for n, frame in enumerate(gateway.frames) if frame.takeovers)
+    assert (claim.attempt, claim.trail) == (2, "w")
+    assert not any(frame.deltas for frame in gateway.frames[takeover:])
+    assert worker.side.client.xlen(f"f1:{{{MODEL}}}:log:w") == entries
+    assert worker.ending("a") is None
+
+
+# --- saving
+
+
+@on_loop
+async def test_the_log_is_cut_as_output_is_saved(worker: Worker) -> None:
+    """It stays a few beats long, however long the requests are, and nothing is missing in between."""
+    async with worker.make(step_ms=2, beat_ms=20):
+        worker.send(request("a", n=450), request("b", n=450, seed=8))
+        longest = 0
+        while worker.ending("a") is None or worker.ending("b") is None:
+            output = worker.output("a")
+            assert list(output.tokens) == scripted_tokens(7, 450)[: len(output.tokens)]
+            longest = max(longest, worker.side.client.xlen(f"f1:{{{MODEL}}}:log:w"))
+            await asyncio.sleep(0.01)
+
+    assert worker.store.asked.count("XTRIM") > 3
+    assert longest < 225
+    assert [list(worker.output(name).tokens) for name in "ab"] == [scripted_tokens(seed, 450) for seed in (7, 8)]
+
+
+@on_loop
+async def test_an_output_is_saved_whole_before_its_request_ends_and_endings_share_the_exchange(worker: Worker) -> None:
+    names = [f"r{n}" for n in range(8)]
+    async with worker.make(step_ms=10):
+        worker.send(*(request(name, n=20, seed=n) for n, name in enumerate(names)))
+        for name in names:
+            await worker.ended(name)
+
+    for n, name in enumerate(names):
+        [kept] = worker.side.run(saved(MODEL, name))
+        assert (list(kept.tokens), kept.finish) == (scripted_tokens(n, 20), "length")
+        assert 0 < worker.side.client.pttl(f"f1:{{{MODEL}}}:output:{name}") <= 15 * 60 * 1000
+    saves = [exchange.count("RPUSH") for exchange in worker.store.exchanges if "RPUSH" in exchange]
+    assert sum(saves) == 8 and len(saves) <= 4
+    asked = worker.store.asked
+    assert asked.index("RPUSH") < asked.index("finish")
+    assert worker.side.client.pttl(f"f1:{{{MODEL}}}:log:w") > 0, "a log has a TTL from its first entry on"
+
+
+# --- taking over
+
+
+async def hand_over(old: Worker, new: Worker, gateway: Gateway, asked: Request, *, after: int, how: str) -> None:
+    """Let the old worker deliver so much, take it away, and let the new one bring it to its end."""
+    old.send(asked)
+    await gateway.until(lambda: len(gateway.tokens(asked.id)) >= after)
+    if how == "death":
+        await old.die()
+    else:
+        await old.runner.drain(0)
+    async with new.make("v", step_ms=1):
+        await gateway.ending(asked.id)
+
+
+@pytest.fixture
+def other(valkey_url: str) -> Iterator[Worker]:
+    other = Worker(valkey_url)
+    yield other
+    other.side.close()
+
+
+@pytest.mark.parametrize("beat_ms", [NEVER_MS, 10])
+@pytest.mark.parametrize("how", ["death", "drain"])
+@on_loop
+async def test_another_worker_goes_on_at_the_very_token(worker: Worker, other: Worker, how: str, beat_ms: int) -> None:
+    """Token k depends on the request and on k alone, so its client knows which it must be given."""
+    asked = request("a", n=200, seed=None)
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=2, beat_ms=beat_ms):
+        await hand_over(worker, other, gateway, asked, after=40, how=how)
+        ending = await gateway.ending("a")
+
+    whole = scripted_tokens(script_seed(asked), 200)
+    assert gateway.tokens("a") == whole and gateway.text("a") == bytes(whole).decode()
+    assert (ending.attempt, ending.usage) == (2, Usage(input_tokens=3, output_tokens=200))
+    first = next(delta for delta in gateway.deltas("a") if delta.attempt == 2)
+    assert first.offset >= 40 and first.cut == cut_of(whole[: first.offset])
+    assert sum(len(delta.tokens) for delta in gateway.deltas("a")) == 200, "no token was made twice"
+    assert list(other.output("a").tokens) == whole
+
+
+@pytest.mark.parametrize("how", ["death", "drain"])
+@on_loop
+async def test_a_stop_string_across_the_seam_is_found(worker: Worker, other: Worker, how: str) -> None:
+    """The old worker had held back its beginning, and the new one's engine sees only its end."""
+    script = bytes(scripted_tokens(script_seed(request("a", seed=None)), 200)).decode()
+    stop = script[60:120]
+    end = script.index(stop)
+    asked = request("a", n=200, seed=None, stop=(stop, "never"))
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=4):
+        await hand_over(worker, other, gateway, asked, after=90, how=how)
+        ending = await gateway.ending("a")
+
+    assert gateway.text("a") == script[:end]
+    assert (ending.outcome, ending.attempt, ending.usage.output_tokens) == ("completed", 2, end + len(stop))
+    assert len(gateway.tokens("a")) == end + len(stop)
+
+
+@on_loop
+async def test_an_output_that_had_come_to_its_end_is_not_gone_on_with(worker: Worker, other: Worker) -> None:
+    """Its worker died before it could say so."""
+    asked = request("a", n=400, seed=None, stop=("k",))
+    script = bytes(scripted_tokens(script_seed(asked), 400)).decode()
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.store.away = {"finish"}
+        worker.send(asked)
+        await worker.until(lambda: worker.output("a").finish)
+        await worker.die()
+        async with other.make("v"):
+            ending = await gateway.ending("a")
+
+    assert (ending.outcome, ending.attempt) == ("completed", 2)
+    assert gateway.text("a") == script[: script.index("k")]
+    assert ending.usage.output_tokens == script.index("k") + 1
+    [last] = [delta for delta in gateway.deltas("a") if delta.attempt == 2]
+    assert (last.tokens, last.text, last.cut) == ((), "", cut_of(gateway.tokens("a")))
+
+
+@on_loop
+async def test_many_that_are_taken_over_together_read_their_old_workers_log_once(worker: Worker, other: Worker) -> None:
+    names = [f"r{n}" for n in range(8)]
+    asked = [request(name, n=150, seed=None) for name in names]
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=4):
+        worker.send(*asked)
+        await gateway.until(lambda: all(len(gateway.tokens(name)) >= 5 for name in names))
+        await worker.die()
+        async with other.make("v"):
+            for name in names:
+                await gateway.ending(name)
+
+    assert all(gateway.tokens(one.id) == scripted_tokens(script_seed(one), 150) for one in asked)
+    assert other.store.asked.count("XRANGE") == 1
+
+
+@on_loop
+async def test_a_dead_workers_late_save_is_not_taken(worker: Worker, other: Worker) -> None:
+    """It was only slow. The next attempt had put its own number down before it delivered anything."""
+    asked = request("a", n=100, seed=None)
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=3):
+        worker.send(asked)
+        await gateway.until(lambda: len(gateway.tokens("a")) >= 20)
+        late = Delta("a", 1, len(gateway.tokens("a")), (1, 2, 3), "xyz", len(gateway.tokens("a")))
+        await worker.die()
+        async with other.make("v"):
+            await other.until(lambda: "RPUSH" in other.store.asked)
+            worker.side.run_all(save(MODEL, late))
+            await gateway.ending("a")
+
+    assert list(other.output("a").tokens) == scripted_tokens(script_seed(asked), 100)
+
+
+@on_loop
+async def test_a_stream_that_moves_gets_the_rest_at_its_new_gateway(worker: Worker) -> None:
+    async with Gateway(worker.url, "g") as old, Gateway(worker.url, "h") as new, worker.make(step_ms=5):
+        worker.send(request("a", n=60))
+        await old.until(lambda: len(old.tokens("a")) >= 10)
+        worker.side.run(worker.queue.attach("a", "k", "h"))
+        ending = await new.ending("a")
+
+    assert ending.outcome == "length"
+    first = new.deltas("a")[0].offset
+    rest = [token for delta in new.deltas("a") for token in delta.tokens]
+    assert old.tokens("a") + rest == scripted_tokens(7, 60) and first == len(old.tokens("a"))
+
+
+@on_loop
+async def test_an_abort_that_nobody_asked_for_is_no_ending(worker: Worker) -> None:
+    """The engine is shutting down: what it made so far is kept, and the request goes back."""
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=3):
+            worker.send(request("a", n=400, seed=None))
+            await gateway.until(lambda: len(gateway.tokens("a")) >= 10)
+            await worker.engine.abort("a")
+            await worker.generator.dead.wait()
+            await worker.runner.drain(0)
+
+    [seen] = worker.side.run(worker.queue.watch("g", ["a"])).seen
+    assert (seen.state, seen.ending) == ("waiting", None)
+    [kept] = worker.side.run(saved(MODEL, "a"))
+    assert list(kept.tokens) == gateway.tokens("a")
+
+
+@on_loop
+async def test_a_worker_says_which_prefixes_it_holds(worker: Worker) -> None:
+    marks = (b"one", b"two")
+    async with worker.make():
+        worker.send(msgspec.structs.replace(request("a"), prefix=marks))
+        await worker.ended("a")
+        await worker.until(lambda: "hold" in worker.store.asked)
+
+    assert worker.side.run(prefix.holders(MODEL, marks)) == [["w"], ["w"]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,8 @@ from core.settings import Settings
 from core.supervise import Backoff
 from core.values import Caller, Request, Sampling, WorkerState
 from tasks.queue import Queue, Task, generation
-from workers.host import Agent, _fixed, room
+from tests.conftest import Clock, TimedStore
+from workers.host import MARK, Agent, _fixed, reap, room
 from workers.main import worker_id
 
 #: How long a test waits for a real process, seconds. Only a failing test waits so long.
@@ -42,6 +45,16 @@ new.rename(path)
 signal.pause()
 """
 
+#: The same, with a process of its own that the death of its group does not end, as an engine's may not.
+WITH_ENGINE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+engine = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+new = Path(os.environ["HERE"], "new")
+new.write_text(str(engine.pid))
+new.rename(Path(os.environ["HERE"], sys.argv[2]))
+signal.pause()
+"""
 
 #: A model that takes its time, so that a kill finds it at work.
 SLOW = """
@@ -53,7 +66,7 @@ step = { base_ms = 200 }
 """
 
 
-class Away(Store):
+class Away(TimedStore):
     """A store that can be taken away."""
 
     away = False
@@ -67,9 +80,9 @@ class Away(Store):
 class Machine:
     """An agent under test, and the processes it runs."""
 
-    def __init__(self, folder: Path, store: Store, **settings: Any) -> None:
+    def __init__(self, folder: Path, store: Store, clock: Clock, **settings: Any) -> None:
         self.folder = folder
-        self.store = Away(store.client, clock=store.loaded.clock)
+        self.store = Away(store.client, clock)
         (folder / "workers").mkdir()
         (folder / "workers" / "__init__.py").touch()
         (folder / "workers" / "main.py").write_text(TRIVIAL)
@@ -112,8 +125,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, store: Store) -> Iterator[Machine]:
-    machine = Machine(tmp_path, store)
+def machine(tmp_path: Path, store: Store, clock: Clock) -> Iterator[Machine]:
+    machine = Machine(tmp_path, store, clock)
     yield machine
     machine.agent.supervisor.stop()
 
@@ -169,9 +182,9 @@ def test_a_worker_that_died_is_started_again_under_its_name(machine: Machine, st
     ]
 
 
-def test_without_a_scaler_the_environment_says_what_runs(tmp_path: Path, store: Store) -> None:
+def test_without_a_scaler_the_environment_says_what_runs(tmp_path: Path, store: Store, clock: Clock) -> None:
     """Until a scaler has spoken; an empty assignment is spoken too."""
-    machine = Machine(tmp_path, store, workers="m=2")
+    machine = Machine(tmp_path, store, clock, workers="m=2")
     machine.until(lambda: machine.runs("m.1", "m.2"))
 
     store.run(fleet.assign("h", {"m": 1}))
@@ -251,7 +264,7 @@ def claimed_by(machine: Machine, name: str) -> Queue:
 
 
 def state(store: Store, queue: Queue) -> str:
-    return store.run(queue.watch("g", ["r"], lease_ms=1000))[0].state
+    return store.run(queue.peek("r")).state
 
 
 def test_a_death_is_told_to_the_queue_at_once(machine: Machine, store: Store) -> None:
@@ -340,3 +353,80 @@ def test_a_real_worker_is_known_to_the_queue_by_the_name_that_its_agent_gives_it
     finally:
         agent.supervisor.stop()
         store.close()
+
+
+# --- orphans
+
+
+def engines(machine: Machine, *names: str) -> list[psutil.Process]:
+    """The engine processes of these workers."""
+    files = [machine.folder / "said" / name for name in names]
+    machine.until(lambda: all(file.exists() for file in files))
+    return [psutil.Process(int(file.read_text())) for file in files]
+
+
+def marked(mark: str) -> psutil.Popen:
+    """An engine process that nobody of ours stands behind: it lives in a session of its own, and hangs."""
+    process = psutil.Popen(["sleep", "1000"], env={MARK: mark, "PATH": os.environ["PATH"]}, start_new_session=True)
+    process.suspend()
+    return process
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_dead_workers_engine_leaves_is_killed_before_another_is_started(machine: Machine, store: Store) -> None:
+    (machine.folder / "workers" / "main.py").write_text(WITH_ENGINE)
+    store.run(fleet.assign("h", {"m": 2}))
+    orphan, other = engines(machine, "m.1", "m.2")
+    orphan.suspend()  # what hangs cannot follow its parent into the grave
+    (machine.folder / "said" / "m.1").unlink()
+
+    with capture_logs():
+        os.kill(machine.pids()["m.1"], signal.SIGKILL)
+        [successor] = engines(machine, "m.1")
+
+    assert is_gone(orphan)
+    assert other.is_running() and successor.is_running(), "they have their workers"
+    other.kill()
+    successor.kill()
+
+
+def test_an_agent_that_begins_kills_what_its_predecessors_engines_left(machine: Machine) -> None:
+    orphan = marked(machine.agent.mark)
+    machine.agent.supervisor.ending = True
+
+    with capture_logs() as said:
+        machine.agent.run()
+
+    assert [one["pid"] for one in said if one["event"] == "orphan_killed"] == [orphan.pid]
+    orphan.wait(5)
+
+
+def test_only_what_carries_our_mark_is_killed(machine: Machine, tmp_path: Path) -> None:
+    """Another host's on the same machine, another data folder's, and whatever carries none."""
+    mark = machine.agent.mark
+    others = [marked(other) for other in (f"other:{mark.partition(':')[2]}", f"h:{tmp_path}/other", "")]
+    stranger = psutil.Popen(["sleep", "1000"], start_new_session=True)
+
+    assert reap(mark) == []
+    assert not any(map(is_gone, [*others, stranger]))
+
+    for process in [*others, stranger]:
+        process.kill()
+        process.wait(5)
+
+
+def test_a_worker_whose_agent_is_gone_is_left_to_end_by_itself(machine: Machine) -> None:
+    """It hands back what it has, which a kill would not."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.pause()", "workers.main"],
+        env={**os.environ, MARK: machine.agent.mark},
+        start_new_session=True,
+    )
+
+    assert reap(machine.agent.mark) == []
+
+    worker.kill()
+    worker.wait(5)

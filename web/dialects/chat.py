@@ -1,13 +1,19 @@
-"""OpenAI's chat completions: a body becomes a draft, an answer becomes chunks or one object."""
+"""OpenAI's chat completions: a body becomes a draft, an answer becomes chunks or one object.
+
+A chunk's cursor counts the characters of the answer, which every gateway knows of any piece of it: the role has 0, text
+up to character c has c, and of n characters the chunk with the reason, or the error, has n + 1, the usage n + 2. As an
+event's `id:` it follows the request's id and a colon.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from core.errors import ForebayError
+from core.errors import BadRequest, ForebayError, NotFound
 from core.values import ANSWERED, Ending, Outcome, Usage
 from web.dialects.draft import UNSERVED, Body, Content, Count, Draft, Message, Text, error_of, validated
 
@@ -28,6 +34,11 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "echo": (False,),
 }
+
+#: A request's id and a cursor, which is looked at by itself.
+_EVENT_ID = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}):(.*)", re.DOTALL)
+#: No cursor is longer: digits.
+_CURSOR_DIGITS_MAX = 10
 
 _FINISH_REASONS = {Outcome.COMPLETED: "stop", Outcome.LENGTH: "length"}
 
@@ -73,6 +84,7 @@ def parse(body: object) -> Draft:
     """
     asked = validated(_ChatBody, body, _UNSERVED)
     return Draft(
+        dialect="chat",
         messages=tuple(message.message() for message in asked.messages),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         include_usage=bool(asked.stream_options.include_usage),
@@ -83,10 +95,12 @@ def parse(body: object) -> Draft:
 class ChatAnswer:
     """The answer to one chat request. Every chunk of it has the same id, time and model, and so on every gateway."""
 
-    def __init__(self, request_id: str, model: str, created_s: int, include_usage: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, created_s: int, include_usage: bool, *, opened: bool = False
+    ) -> None:
         self._head = {"id": "chatcmpl-" + request_id.replace("-", ""), "created": created_s, "model": model}
         self._include_usage = include_usage
-        self._opened = False
+        self._opened = opened
 
     def opening(self) -> list[Chunk]:
         """The chunk with the role, once: SDKs append it wherever it comes again."""
@@ -98,6 +112,10 @@ class ChatAnswer:
     def text(self, delta: str) -> list[Chunk]:
         """The chunk with a piece of text; none for an empty piece."""
         return [*self.opening(), self._chunk({"content": delta})] if delta else []
+
+    def nothing(self) -> Chunk:
+        """A chunk that says only that the stream is alive."""
+        return self._chunk({})
 
     def ending(self, ending: Ending) -> list[Chunk]:
         """The last chunks: why it ended, then the usage if it was asked for; or the error."""
@@ -134,6 +152,31 @@ class ChatAnswer:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         # With usage asked for, its absence is said in each chunk; without, strict clients want no such key.
         return {**chunk, "usage": None} if self._include_usage else chunk
+
+
+def last_event(text: str) -> tuple[str, int]:
+    """The request and the cursor that a `Last-Event-ID` names.
+
+    Raises:
+      NotFound: it names no request of ours.
+      BadRequest: its cursor is no number.
+    """
+    found = _EVENT_ID.fullmatch(text)
+    if found is None:
+        raise NotFound("There is no stream with that event.")
+    if not (found[2].isascii() and found[2].isdecimal() and len(found[2]) <= _CURSOR_DIGITS_MAX):
+        raise BadRequest("Invalid 'Last-Event-ID': its cursor should be a number.", param="Last-Event-ID")
+    return found[1], int(found[2])
+
+
+def check_cursor(after: int, chars: int, ended: bool) -> None:
+    """A client cannot have seen more than there is.
+
+    Raises:
+      BadRequest: it says it has.
+    """
+    if after > chars + (2 if ended else 0):
+        raise BadRequest("Invalid 'Last-Event-ID': it lies beyond the end of the stream.", param="Last-Event-ID")
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -8,13 +8,13 @@ and a field that would change the answer but is not served yet is refused rather
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from core.errors import BadRequest, ForebayError, RequestFailed, Unavailable, WorkerLost
+from core.errors import BadRequest, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
 from core.values import Class, Ending, Outcome, Sampling
 
 STOPS_MAX = 4  #: stop strings in a request
@@ -27,6 +27,7 @@ METADATA_VALUE_CHARS_MAX = 512
 
 _CLASSES = {"priority": Class.INTERACTIVE, "flex": Class.BULK}
 
+Dialect = Literal["chat", "responses"]
 Value = TypeVar("Value", bound=BaseModel)
 
 
@@ -40,12 +41,14 @@ class Message(msgspec.Struct, frozen=True):
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """What a body asks for. Admission makes a Request of it."""
 
+    dialect: Dialect
     model: str
     messages: tuple[Message, ...]
     max_tokens: int | None = None  #: None: as many as the model's entry in the catalogue says
     sampling: Sampling = Sampling(max_tokens=0)  #: but for max_tokens, which is admission's decision
     stream: bool = False
     timeout_s: float | None = None  #: how long the caller waits for it to begin
+    linger_ms: int = 0  #: how long it may go on after its client went away
     include_usage: bool = False  #: a chat stream ends with a chunk that has the usage
     cls: Class = Class.DEFAULT
     echo: dict[str, Any] = {}  #: what a Responses answer repeats of its request
@@ -236,6 +239,8 @@ def error_of(ending: Ending) -> ForebayError:
             return Unavailable(message or "The request waited longer than its deadline. Retry shortly.", code="expired")
         case Outcome.WORKER_LOST:
             return WorkerLost(message)
+        case Outcome.GATEWAY_LOST:
+            return GatewayLost(message)
         case Outcome.CANCELLED:
             return RequestFailed(message or "The request was cancelled.", code="cancelled")
         case _:

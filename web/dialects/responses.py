@@ -1,35 +1,41 @@
 """OpenAI's Responses: a body becomes a draft, an answer becomes events, and a WebSocket frame becomes a command.
 
-SSE and WebSocket carry the same events. `sequence_number` is the cursor that a client resumes from, so it is a
-function of the output offset alone and every gateway gives an event the same one, however it batches tokens:
+SSE and WebSocket carry the same events. `sequence_number` is the cursor that a client resumes from. It counts the
+characters of the answer, which is what every gateway knows of any piece of it, however tokens were put together:
 
     created                0
-    queued                 1 .. 98, then silence: the place in the queue is news, not history
+    queued                 1 .. 99, each one more, and then 99 again and again: a place is news, not history
     in_progress            100, item added 101, part added 102
-    text up to offset k    103 + 2k
-    text without a token   103 + 2k + 1: what a detokenizer still held when the tokens ended
-    text done              103 + 2n + 2 of n tokens, then part done, item done, and the terminal event
+    text up to character c 103 + c
+    text done              103 + n + 1 of n characters, part done + 2, item done + 3, the terminal event + 4
+    a gateway's own end    the number of what was said last: nothing of the answer lies beyond it
 """
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest, ForebayError, LimitReached
+from core.outlook import Starting
 from core.values import ANSWERED, Ending, Outcome, Usage
 from web.dialects.draft import UNSERVED, Body, Content, Count, Draft, Message, Text, error_of, not_served, validated
+from web.dialects.view import View
 
 Event = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 #: The last number that a queued event may have.
-QUEUED_LAST = 98
+QUEUED_LAST = 99
 _IN_PROGRESS, _ITEM_ADDED, _PART_ADDED, _TEXT = 100, 101, 102, 103
+_TERMINAL = 4  #: its number after that of the last text
+#: No cursor is longer: digits.
+_CURSOR_DIGITS_MAX = 10
 
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     **UNSERVED,
@@ -45,6 +51,7 @@ _STATUSES: dict[Outcome, Status] = {
 }
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+_RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
 
 
 class _Item(BaseModel):
@@ -109,7 +116,13 @@ def parse(body: object) -> Draft:
     messages = asked.messages()
     if not messages:
         raise BadRequest("Invalid 'input': it has no message.", param="input")
-    return Draft(messages=messages, max_tokens=asked.max_output_tokens, echo=_echo(asked), **asked.knobs())
+    return Draft(
+        dialect="responses",
+        messages=messages,
+        max_tokens=asked.max_output_tokens,
+        echo=_echo(asked),
+        **asked.knobs(),
+    )
 
 
 def _refuse_unserved(asked: _ResponsesBody) -> None:
@@ -158,41 +171,44 @@ def _echo(asked: _ResponsesBody) -> dict[str, Any]:
 
 
 class ResponsesAnswer:
-    """The answer to one Responses request, as events or whole. What was already said is not said again."""
+    """The answer to one Responses request, as events or whole. What was already said is not said again.
 
-    def __init__(self, request_id: str, draft: Draft, created_s: int) -> None:
+    `after` is the cursor of a client that comes back: it is told what has a higher number. -1: it has nothing.
+    """
+
+    def __init__(self, request_id: str, shown: Draft | View, created_s: int, after: int = -1) -> None:
         code = request_id.replace("-", "")
         self.id = "resp_" + code
         self._item_id = "msg_" + code
-        self._draft = draft
+        self._shown = shown
         self._created_s = created_s
-        self._queued = 0
-        self._started = False
+        self._after = after
+        self._last = after  #: the highest number said
+        self._started = after >= _IN_PROGRESS
         self._opened = False
-        self._offset = 0  #: tokens whose text was sent, or is held
+        self.chars = 0  #: told so far, or had before
         self._text: list[str] = []
-        self._held = ""  #: text that came without a token; it goes out with the next token, or at the end
 
     def created(self) -> list[Event]:
         """The first event. SDKs fail on a stream that begins with another."""
-        return [self._lifecycle("created", 0, "in_progress")]
+        return self._said([self._lifecycle("created", 0, "in_progress")])
 
-    def queued(self, place: int, eta_ms: int | None) -> list[Event]:
-        """A place in the queue and how long it may take; nothing once the numbers for it are used up."""
-        if self._started or self._queued >= QUEUED_LAST:
+    def queued(self, place: int, estimate_ms: int | None = None, worker: Starting | None = None) -> list[Event]:
+        """A place in the queue, how long it may take, and the worker that is being started for it."""
+        if self._started:
             return []
-        self._queued += 1
-        eta_s = None if eta_ms is None else eta_ms / 1000
-        event = self._lifecycle("queued", self._queued, "queued")
+        self._last = min(max(self._last, 0) + 1, QUEUED_LAST)
+        event = self._lifecycle("queued", self._last, "queued")
+        starting = None if worker is None else {"state": worker.state, "detail": worker.detail}
         # An extra key, since strict clients refuse an event type they do not know.
-        return [{**event, "queue": {"position": place, "eta_seconds": eta_s}}]
+        return [{**event, "queue": {"place": place, "estimate_ms": estimate_ms, "worker": starting}}]
 
     def in_progress(self) -> list[Event]:
         """A worker has it."""
         if self._started:
             return []
         self._started = True
-        return [self._lifecycle("in_progress", _IN_PROGRESS, "in_progress")]
+        return self._said([self._lifecycle("in_progress", _IN_PROGRESS, "in_progress")])
 
     def opening(self) -> list[Event]:
         """Everything that must come before the first text."""
@@ -200,43 +216,55 @@ class ResponsesAnswer:
             return []
         self._opened = True
         item = {**self._item("in_progress", ""), "content": []}
-        return [
-            *self.in_progress(),
+        added = [
             _event("response.output_item.added", _ITEM_ADDED, output_index=0, item=item),
             self._part_event("response.content_part.added", _PART_ADDED, part=_part("")),
         ]
+        return self.in_progress() + self._said(added)
 
-    def text(self, delta: str, offset_end: int) -> list[Event]:
-        """A piece of text and the offset its tokens end at; an offset already reached means that it has no token."""
-        self._text.append(delta)
-        self._held += delta
-        if offset_end <= self._offset:
+    def text(self, delta: str) -> list[Event]:
+        """The next piece of text, or what of it the client does not have."""
+        if not delta:
             return []
-        self._offset = offset_end
-        return self.opening() + self._release(_TEXT + 2 * offset_end)
+        fresh = unseen(delta, self.chars, self._after - _TEXT)
+        self.chars += len(delta)
+        self._text.append(delta)
+        events = self.opening()
+        if fresh:
+            self._last = _TEXT + self.chars
+            events.append(self._part_event("response.output_text.delta", self._last, delta=fresh, logprobs=[]))
+        return events
 
     def ending(self, ending: Ending) -> list[Event]:
         """The last events. An answer, even a cut or empty one, is closed part by part; a failure just ends."""
         status = _STATUSES.get(Outcome(ending.outcome), "failed")
-        tokens = max(ending.usage.output_tokens, self._offset)
+        terminal = _TEXT + self.chars + _TERMINAL
         if status == "failed":
-            return [self._failed(error_of(ending), tokens, ending.usage)]
-        events = self.opening() if ending.outcome in ANSWERED or self._held else []
-        events += self._release(_TEXT + 2 * tokens + 1)
-        if self._opened:
-            events += self._closing(_TEXT + 2 * tokens + 2, "completed" if status == "completed" else "incomplete")
+            return self._said([self._failed(error_of(ending), terminal, ending.usage)])
+        events = self.opening() if ending.outcome in ANSWERED else []
+        closing = self._closing("completed" if status == "completed" else "incomplete") if self._opened else []
         # No event is named cancelled: SDKs end a turn at an incomplete response, whose status says it.
         name = "completed" if status == "completed" else "incomplete"
-        return [*events, self._lifecycle(name, _terminal(tokens), status, **self._facts(status, ending))]
+        closing.append(self._lifecycle(name, terminal, status, **self._facts(status, ending)))
+        return events + self._said(closing)
 
     def failure(self, error: ForebayError) -> list[Event]:
-        """The last event when the gateway itself must give up on the request."""
-        return [self._failed(error, self._offset, None)]
+        """The last event when the gateway itself must give up on the request, which may be whole elsewhere."""
+        return [self._failed(error, max(self._last, 0), None)]
+
+    def so_far(self, waiting: bool, ending: Ending | None) -> dict[str, Any]:
+        """The response as an object, ended or not."""
+        if ending is not None:
+            self._after = -1
+            response: dict[str, Any] = self.ending(ending)[-1]["response"]
+            return response
+        status: Status = "queued" if waiting and not self._opened else "in_progress"
+        return self._response(status, output=self._output("in_progress"))
 
     def warmed(self) -> list[Event]:
         """The whole stream of a response without output, which clients ask for to open the way."""
         facts = {"completed_at": self._created_s, "usage": usage_object(Usage())}
-        completed = self._lifecycle("completed", _terminal(0), "completed", **facts)
+        completed = self._lifecycle("completed", _TEXT + _TERMINAL, "completed", **facts)
         return [*self.created(), *self.in_progress(), completed]
 
     def whole(self, text: str, ending: Ending) -> dict[str, Any]:
@@ -251,14 +279,15 @@ class ResponsesAnswer:
         status = _STATUSES[Outcome(ending.outcome)]
         return self._response(status, **self._facts(status, ending))
 
-    def _release(self, number: int) -> list[Event]:
-        delta, self._held = self._held, ""
-        if not delta:
-            return []
-        return [self._part_event("response.output_text.delta", number, delta=delta, logprobs=[])]
+    def _said(self, events: list[Event]) -> list[Event]:
+        """Those that the client does not have."""
+        fresh = [event for event in events if event["sequence_number"] > self._after]
+        if fresh:
+            self._last = fresh[-1]["sequence_number"]
+        return fresh
 
-    def _closing(self, number: int, item_status: str) -> list[Event]:
-        text = "".join(self._text)
+    def _closing(self, item_status: str) -> list[Event]:
+        text, number = "".join(self._text), _TEXT + self.chars + 1
         return [
             self._part_event("response.output_text.done", number, text=text, logprobs=[]),
             self._part_event("response.content_part.done", number + 1, part=_part(text)),
@@ -275,10 +304,10 @@ class ResponsesAnswer:
             "usage": usage_object(ending.usage),
         }
 
-    def _failed(self, error: ForebayError, tokens: int, usage: Usage | None) -> Event:
+    def _failed(self, error: ForebayError, number: int, usage: Usage | None) -> Event:
         fault = {"code": _fault_code(error), "message": error.message}
         facts = {"error": fault, "output": self._output("incomplete"), "usage": usage and usage_object(usage)}
-        return self._lifecycle("failed", _terminal(tokens), "failed", **facts)
+        return self._lifecycle("failed", number, "failed", **facts)
 
     def _lifecycle(self, name: str, number: int, status: Status, **facts: Any) -> Event:
         return _event(f"response.{name}", number, response=self._response(status, **facts))
@@ -293,10 +322,10 @@ class ResponsesAnswer:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._draft.model,
+            "model": self._shown.model,
             "output": [],
             "usage": None,
-            **self._draft.echo,
+            **self._shown.echo,
             **facts,
         }
 
@@ -318,8 +347,9 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _terminal(tokens: int) -> int:
-    return _TEXT + 2 * tokens + 5
+def unseen(text: str, start: int, seen: int) -> str:
+    """What of a text that begins at character `start` lies beyond the first `seen` characters."""
+    return text if seen <= start else text[seen - start :]
 
 
 def _fault_code(error: ForebayError) -> str:
@@ -349,6 +379,14 @@ class Create(msgspec.Struct, frozen=True, kw_only=True):
     generate: bool = True
 
 
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """Go on with a response, here or begun on another connection. Ours: OpenAI has it over HTTP only."""
+
+    response_id: str
+    starting_after: int = -1
+    stream_id: str | None = None
+
+
 class Cancel(msgspec.Struct, frozen=True, kw_only=True):
     """Stop a response. Ours: OpenAI's WebSocket mode has only the closing of the socket."""
 
@@ -370,7 +408,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     stream_id: str | None = None
 
 
-Command = Create | Cancel | Steer | Refused
+Command = Create | Resume | Cancel | Steer | Refused
 
 
 def parse_event(text: str) -> Command:
@@ -409,6 +447,9 @@ def _command(event: dict[str, Any], stream_id: str | None) -> Command:
     match event.get("type"):
         case "response.create":
             return _create(event, stream_id)
+        case "response.resume":
+            after = cursor(event.get("starting_after"))
+            return Resume(response_id=_string(event, "response_id"), starting_after=after, stream_id=stream_id)
         case "response.cancel":
             return Cancel(response_id=_string(event, "response_id"), stream_id=stream_id)
         case "response.steer":
@@ -433,6 +474,36 @@ def _string(event: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"Invalid '{name}': Input should be a valid string.", param=name)
     return value
+
+
+def cursor(given: object) -> int:
+    """A `starting_after`, of a query or of a frame; -1: from the beginning.
+
+    Raises:
+      BadRequest: it is not a number, or no number that an event may have.
+    """
+    text = str(given) if isinstance(given, str | int) and not isinstance(given, bool) else ""
+    if given is None:
+        return -1
+    if not (text.isascii() and text.isdecimal() and len(text) <= _CURSOR_DIGITS_MAX):
+        raise BadRequest("Invalid 'starting_after': Input should be a sequence number.", param="starting_after")
+    return int(text)
+
+
+def check_cursor(after: int, chars: int, ended: bool) -> None:
+    """A client cannot have seen more than there is.
+
+    Raises:
+      BadRequest: it says it has.
+    """
+    if after > max(_PART_ADDED, _TEXT + chars + (_TERMINAL if ended else 0)):
+        raise BadRequest("Invalid 'starting_after': It lies beyond the end of the stream.", param="starting_after")
+
+
+def request_id_of(response_id: str) -> str | None:
+    """The request behind a response; None: it is no id of a response."""
+    found = _RESPONSE_ID.fullmatch(response_id)
+    return str(UUID(found[1])) if found else None
 
 
 def steer_failed(steer: Steer) -> Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -14,10 +14,14 @@ import orjson
 from flask import Response, request
 from gevent import monkey
 
-from core.errors import BadRequest, ForebayError, RequestFailed
+from core.accounts.keys import KeyRecord
+from core.errors import BadRequest, ForebayError, NotFound, RequestFailed
+from core.outlook import Starting
 from core.telemetry import logs
 from core.values import Ending
-from web.admission import Admission, Admitted
+from web.admission import Admission, Kept
+from web.dialects import responses
+from web.dialects.framing import ResponsesFraming
 from web.subscriber import Again, Broken, Ended, Idle, Running, Stream, Text, Waiting
 
 log = logs.get(__name__)
@@ -46,26 +50,27 @@ def body() -> object:
 class Framing(Protocol):
     """How one dialect says the events of a stream. `web/dialects` fills it."""
 
-    def began(self, place: int) -> list[Any]: ...
-    def waiting(self, place: int) -> list[Any]: ...
+    def began(self) -> list[Any]: ...
+    def waiting(self, place: int, estimate_ms: int | None, worker: Starting | None) -> list[Any]: ...
+    def idle(self) -> list[Any]: ...
     def running(self) -> list[Any]: ...
-    def text(self, text: str, offset: int) -> list[Any]: ...
+    def text(self, text: str) -> Iterable[Any]: ...
     def ending(self, ending: Ending) -> list[Any]: ...
     def failure(self, error: ForebayError) -> list[Any]: ...
 
 
-def events(admitted: Admitted, framing: Framing) -> Iterator[Any]:
-    """Everything a stream says, in its dialect; None whenever it has been silent for long."""
-    yield from framing.began(admitted.place)
+def events(stream: Stream, framing: Framing) -> Iterator[Any]:
+    """Everything a stream says, in its dialect."""
+    yield from framing.began()
     while True:
-        event = admitted.stream.next()
+        event = stream.next()
         match event:
             case Text():
-                yield from framing.text(event.text, event.offset)
+                yield from framing.text(event.text)
             case Idle():
-                yield None
+                yield from framing.idle()
             case Waiting():
-                yield from framing.waiting(event.place)
+                yield from framing.waiting(event.place, event.estimate_ms, event.worker)
             case Running():
                 yield from framing.running()
             case Ended():
@@ -76,7 +81,34 @@ def events(admitted: Admitted, framing: Framing) -> Iterator[Any]:
                 return
 
 
-def whole(admitted: Admitted) -> tuple[str, Ending]:
+def resumed(admission: Admission, caller: KeyRecord, response_id: str, after: int) -> tuple[Stream, ResponsesFraming]:
+    """The stream of a response, brought here for a client that has everything up to a cursor.
+
+    Raises:
+      NotFound, Gone: there is no such response for this caller.
+      BadRequest: the cursor lies beyond its end, or it is not streamed.
+    """
+    kept = recalled(admission, caller, response_id)
+    if not kept.view.stream:
+        raise BadRequest("Only a response that was created with stream=true can be streamed.", param="stream")
+    responses.check_cursor(after, len(kept.text), kept.seen.state == "ended")
+    framing = ResponsesFraming(kept.request.id, kept.view, after=after, delivered=len(kept.text))
+    return admission.attach(kept), framing
+
+
+def recalled(admission: Admission, caller: KeyRecord, response_id: str) -> Kept:
+    """What is kept of a response.
+
+    Raises:
+      NotFound, Gone: there is no such response for this caller.
+    """
+    request_id = responses.request_id_of(response_id)
+    if request_id is None:
+        raise NotFound("There is no such response, or this key has not made it.")
+    return admission.recall(caller, request_id, "responses")
+
+
+def whole(stream: Stream) -> tuple[str, Ending]:
     """Wait for the end of a request that is not streamed.
 
     Raises:
@@ -84,7 +116,7 @@ def whole(admitted: Admitted) -> tuple[str, Ending]:
     """
     texts: list[str] = []
     while True:
-        match event := admitted.stream.next():
+        match event := stream.next():
             case Text():
                 texts.append(event.text)
             case Again():
@@ -97,11 +129,11 @@ def whole(admitted: Admitted) -> tuple[str, Ending]:
                 continue
 
 
-def sse(admission: Admission, admitted: Admitted, chunks: Iterator[bytes], watch: DisconnectWatch) -> Response:
+def sse(admission: Admission, stream: Stream, chunks: Iterator[bytes], watch: DisconnectWatch) -> Response:
     """Stream `chunks`, and let go of the request when they, or the client, end."""
     let_go = ExitStack()
-    let_go.callback(admission.release, admitted.stream)
-    let_go.enter_context(watch.over(admitted.stream, admission))
+    let_go.callback(admission.release, stream)
+    let_go.enter_context(watch.over(stream, admission))
     response = Response(chunks, mimetype="text/event-stream", headers=SSE_HEADERS)
     # Not a `finally` in a generator: one that its server closes before the first chunk never runs.
     response.call_on_close(let_go.close)
@@ -118,7 +150,15 @@ def event_lines(event: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + data_line(event)
 
 
-COMMENT = b": keep-alive\n\n"
+def identified_lines(value: Any, of: bytes, cursor: int) -> bytes:
+    """An event with an id, which a client that comes back sends as `Last-Event-ID`: whose stream it is, and where."""
+    return b"id: %b:%d\ndata: %b\n\n" % (of, cursor, orjson.dumps(value))
+
+
+def comment_line(text: str) -> bytes:
+    """A comment, without an empty line after it: one that follows an id ends an event for OpenAI's SDK, though
+    nothing is in it, and it fails on that."""
+    return b": " + text.encode() + b"\n"
 
 
 class DisconnectWatch:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import orjson
 import simple_websocket
 
@@ -18,10 +20,10 @@ from core.errors import BadRequest, ForebayError, RequestFailed
 from core.telemetry import logs
 from web.admission import Admission, new_id
 from web.dialects import responses
-from web.dialects.framing import ResponsesFraming, created_s
-from web.dialects.responses import Cancel, Create, Refused, ResponsesAnswer, Steer
+from web.dialects.framing import Comment, ResponsesFraming, created_s
+from web.dialects.responses import Cancel, Create, Refused, ResponsesAnswer, Resume, Steer
 from web.subscriber import Stream
-from web.transports.http import events
+from web.transports.http import events, resumed
 
 log = logs.get(__name__)
 
@@ -34,9 +36,11 @@ TRY_LATER = 1013
 class Socket:
     """One connection."""
 
-    def __init__(self, ws: simple_websocket.Server, admission: Admission, caller: KeyRecord) -> None:
-        self.ws, self.admission, self.caller = ws, admission, caller
-        self._pending: deque[Create] = deque()
+    def __init__(
+        self, ws: simple_websocket.Server, admission: Admission, caller: KeyRecord, linger_ms: int = 0
+    ) -> None:
+        self.ws, self.admission, self.caller, self.linger_ms = ws, admission, caller, linger_ms
+        self._pending: deque[Create | Resume] = deque()
         self._lock = threading.Lock()
         self._answering = False
         self._running: Stream | None = None
@@ -70,7 +74,7 @@ class Socket:
             self._send(responses.error_frame(BadRequest("Send text frames with JSON in them.", code="invalid_json")))
             return
         match command := responses.parse_event(frame):
-            case Create():
+            case Create() | Resume():
                 self._line_up(command)
             case Cancel():
                 self._cancel(command)
@@ -79,13 +83,13 @@ class Socket:
             case Refused():
                 self._send(responses.error_frame(command.error, command.stream_id))
 
-    def _line_up(self, create: Create) -> None:
+    def _line_up(self, asked: Create | Resume) -> None:
         with self._lock:
             if len(self._pending) >= PENDING_MAX:
                 full = BadRequest("Too many responses wait on this connection.", code="websocket_stream_limit_reached")
-                self._send(responses.error_frame(full, create.stream_id))
+                self._send(responses.error_frame(full, asked.stream_id))
                 return
-            self._pending.append(create)
+            self._pending.append(asked)
             if not self._answering:
                 self._answering = True
                 threading.Thread(target=self._answer_all, name="socket-answers", daemon=True).start()
@@ -114,34 +118,40 @@ class Socket:
                 if self._closed or not self._pending:
                     self._answering = False
                     return
-                create = self._pending.popleft()
+                asked = self._pending.popleft()
             try:
-                self._answer(create)
+                self._answer(asked)
+            except ForebayError as refused:
+                self._send_quietly(responses.error_frame(refused, asked.stream_id))
             except (simple_websocket.ConnectionClosed, OSError):
                 log.debug("answer_unheard")
             except Exception:  # the outermost edge of this greenlet: the connection must learn of it
                 log.exception("answer_failed")
-                self._send_quietly(responses.error_frame(ForebayError(), create.stream_id))
+                self._send_quietly(responses.error_frame(ForebayError(), asked.stream_id))
 
-    def _answer(self, create: Create) -> None:
-        if not create.generate:
-            self._warm(create)
-            return
-        try:
-            admitted = self.admission.admit(self.caller, create.draft, "websocket")
-        except ForebayError as refused:
-            self._send(responses.error_frame(refused, create.stream_id))
-            return
-        self._running = admitted.stream
+    def _answer(self, asked: Create | Resume) -> None:
+        if isinstance(asked, Resume):
+            stream, framing = resumed(self.admission, self.caller, asked.response_id, asked.starting_after)
+            self._show(stream, events(stream, framing), asked.stream_id)
+        elif asked.generate:
+            draft = msgspec.structs.replace(asked.draft, linger_ms=self.linger_ms)
+            admitted = self.admission.admit(self.caller, draft, "websocket")
+            framing = ResponsesFraming(admitted.stream.request.id, draft)
+            self._show(admitted.stream, events(admitted.stream, framing), asked.stream_id)
+        else:
+            self._warm(asked)
+
+    def _show(self, stream: Stream, said: Iterator[Any], stream_id: str | None) -> None:
+        self._running = stream
         try:
             if self._closed:
                 return
-            for event in events(admitted, ResponsesFraming(admitted.stream.request, create.draft)):
-                if event is not None:  # sockets are kept by their pings
-                    self._send(event, create.stream_id)
+            for event in said:
+                if not isinstance(event, Comment):  # sockets are kept by their pings
+                    self._send(event, stream_id)
         finally:
             self._running = None
-            self.admission.release(admitted.stream)
+            self.admission.release(stream)
 
     def _warm(self, create: Create) -> None:
         """`generate: false`: a response without output, which clients send first to open the way."""

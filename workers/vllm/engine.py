@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from itertools import count
@@ -23,7 +23,7 @@ import msgspec
 
 from core.catalog import Model
 from core.values import Request
-from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece
+from workers.engine import EngineDead, EngineFacts, EngineHung, EngineRefused, EngineStats, Piece
 from workers.scripted import script_seed
 
 _EXECUTORS = "workers.vllm.executors"
@@ -51,6 +51,9 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "
 
 #: The CPU's attention kernel takes multiples of this many tokens as a block, and nothing else.
 _CPU_BLOCK_TOKENS = 32
+
+#: Prompt tokens that output is decoded with: the first word's space depends on what it follows.
+_TAIL_TOKENS = 8
 
 #: KV cache of a timed engine whose model names none, MiB.
 _TIMED_KV_MIB = 1024
@@ -123,12 +126,24 @@ class VllmEngine:
         ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
         return ids
 
+    def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
+        tail = list(prompt_ids[-_TAIL_TOKENS:])
+        before, text = self._decoded(tail), self._decoded([*tail, *ids])
+        return text[len(before) :] if text.startswith(before) else self._decoded(ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        tokenizer = self._alive().get_tokenizer()
+        # Not the tokenizer's own `decode`, which may tidy up spaces; a stream does not.
+        plain = getattr(tokenizer, "_tokenizer", tokenizer)
+        text: str = plain.decode(list(ids), skip_special_tokens=True)
+        return text
+
     async def ping(self) -> None:
         try:
             with _errors_as_ours():
                 await asyncio.wait_for(self._alive().is_sleeping(), self._ping_s)
         except TimeoutError:
-            raise EngineDead(f"the engine process did not answer within {self._ping_s} s") from None
+            raise EngineHung(f"the engine process did not answer within {self._ping_s} s") from None
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -178,9 +193,13 @@ class VllmEngine:
             "block_size": -(-knobs.block_tokens // unit) * unit,
             "kv_cache_memory_bytes": kv_cache_mib * 2**20 or None,
             "enforce_eager": on_cpu or self._timed or knobs.eager,
+            "enable_chunked_prefill": True,
+            "long_prefill_token_threshold": knobs.long_prefill_tokens,
+            "watermark": knobs.watermark,
             "enable_prefix_caching": True,
-            "prefix_caching_hash_algo": "sha256_cbor",  # the only one that a gateway can compute too
-            "scheduling_policy": "priority",
+            "prefix_caching_hash_algo": knobs.prefix_hash,
+            "scheduling_policy": knobs.scheduler,
+            "enable_lora": knobs.adapters > 0,
             "shutdown_timeout": int(self._drain_s),
             "enable_log_requests": False,  # prompts never reach logs
             "disable_log_stats": True,

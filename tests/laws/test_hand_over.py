@@ -1,0 +1,197 @@
+"""Streams outlive the worker they began on, and the store's absence. Real signals, real processes.
+
+Token k of a sampled request without a seed is a function of its id and k on the scripted engine, so the client knows
+every token of every stream, however many workers made it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import psutil
+
+from core.redis import tag
+from core.values import Caller, Request, Sampling
+from tests.laws.test_faults import answers, greedy_text, raw_stream, running, stream_text, text_of
+from tests.platform import MODEL, Platform, kill, until
+from workers.scripted import script_seed
+
+#: About three seconds on the scripted engine.
+LONG = 600
+
+#: What one stream came to: request id, text, how it ended.
+Told = tuple[str, str, str]
+
+
+def sampled_text(request_id: str, n: int) -> str:
+    request = Request(
+        id=request_id, model=MODEL, caller=Caller(org_id="", project_id="", key_id=""), gateway="",
+        prompt_token_ids=[], sampling=Sampling(max_tokens=n),
+    )  # fmt: skip
+    return text_of(script_seed(request), n)
+
+
+def streams(pool: ThreadPoolExecutor, platform: Platform, count: int, tokens: int = LONG) -> list[Future[Told]]:
+    return [pool.submit(stream_text, platform, n, max_tokens=tokens) for n in range(count)]
+
+
+def are_whole(told: Sequence[Told], tokens: int = LONG) -> bool:
+    """Every token once, in order, and the ending that it would have had undisturbed."""
+    return all((text, end) == (sampled_text(request_id, tokens), "length") for request_id, text, end in told)
+
+
+def are_billed_once(platform: Platform, told: Sequence[Told], tokens: int = LONG) -> bool:
+    platform.quiet()
+    rows = Counter((str(row["event_id"]), row["outcome"], row["output_tokens"]) for row in platform.usage_rows())
+    return all(rows[(request_id, "length", tokens)] == 1 for request_id, _, _ in told)
+
+
+def test_a_killed_workers_streams_continue_without_a_gap_or_a_repeat(platform: Platform) -> None:
+    """Sampled streams: nobody could make their tokens again, so another worker goes on from what was delivered."""
+    with ThreadPoolExecutor(20) as pool:
+        asked = streams(pool, platform, 20)
+        until(lambda: len(platform.busy()) == 2 and len(running(platform)) == 20, "both workers to be busy")
+        time.sleep(0.7)
+        kill(platform.busy()[0].pid)
+        told = [one.result() for one in asked]
+
+    assert are_whole(told)
+    attempts = Counter(platform.rows()[request_id].attempt for request_id, _, _ in told)
+    assert attempts[2] > 0 and set(attempts) <= {1, 2}
+    assert are_billed_once(platform, told)
+
+
+def test_a_stream_outlives_one_worker_after_the_other(platform: Platform) -> None:
+    """What the second worker delivered before it died is found in its own log, what the first did was saved."""
+    with ThreadPoolExecutor(1) as pool:
+        [asked] = streams(pool, platform, 1, 1500)
+        for attempt in (1, 2):
+            [request_id] = until(lambda a=attempt: at_attempt(platform, a), f"attempt {attempt}")
+            time.sleep(0.8)
+            platform.worker_running(request_id).kill()
+            until(lambda: len(platform.workers()) == 2, "two workers")
+        told = asked.result()
+
+    assert are_whole([told], 1500)
+    assert are_billed_once(platform, [told], 1500)
+    assert platform.rows()[told[0]].attempt == 3
+
+
+def at_attempt(platform: Platform, attempt: int) -> list[str]:
+    return [name for name, row in running(platform).items() if row.attempt == attempt]
+
+
+def test_a_worker_that_must_go_hands_over_what_it_cannot_end(platform: Platform) -> None:
+    """SIGTERM: five seconds to drain here, and streams of eight."""
+    with ThreadPoolExecutor(6) as pool:
+        asked = streams(pool, platform, 6, 2000)
+        until(lambda: len(platform.busy()) == 2 and len(running(platform)) == 6, "both workers to be busy")
+        kill(platform.busy()[0].pid, signal.SIGTERM)
+        told = [one.result() for one in asked]
+
+    assert are_whole(told, 2000)
+    assert are_billed_once(platform, told, 2000)
+    assert any(platform.rows()[request_id].attempt == 2 for request_id, _, _ in told)
+
+
+def test_a_zombie_adds_nothing_to_a_stream_that_was_handed_over(platform: Platform) -> None:
+    """Paused past its lease, it goes on in the middle of a step; the gateway takes nothing of an older attempt."""
+    with ThreadPoolExecutor(10) as pool:
+        asked = streams(pool, platform, 10, 1500)
+        until(lambda: len(platform.busy()) == 2 and len(running(platform)) == 10, "both workers to be busy")
+        time.sleep(0.5)
+        zombie = psutil.Process(platform.busy()[0].pid)
+        zombie.suspend()
+        until(lambda: at_attempt(platform, 2), "another worker to take over", 10)
+        time.sleep(0.5)
+        zombie.resume()
+        told = [one.result() for one in asked]
+
+    assert are_whole(told, 1500)
+    assert are_billed_once(platform, told, 1500)
+
+
+def test_a_store_away_for_longer_than_a_lease_runs_nothing_again(platform: Platform) -> None:
+    """Stopped for two leases: workers go on into their buffers, and nobody is reaped when it is back."""
+    server = psutil.Process(int(platform.store.client.info("server")["process_id"]))
+    with ThreadPoolExecutor(10) as pool:
+        asked = streams(pool, platform, 10, 2000)
+        until(lambda: len(running(platform)) == 10, "all to run")
+        time.sleep(0.5)
+        server.suspend()
+        time.sleep(4)
+        server.resume()
+        told = [one.result() for one in asked]
+
+    assert are_whole(told, 2000)
+    assert {platform.rows()[request_id].attempt for request_id, _, _ in told} == {1}
+
+
+def test_seeded_samples_that_had_begun_end_as_lost_and_cost_nothing(platform: Platform) -> None:
+    """Their random numbers cannot be gone on with; an error that says so is better than a splice."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(stream_text, platform, 0, seed=7, max_tokens=LONG)
+        [request_id] = until(lambda: list(running(platform)), "it to run")
+        time.sleep(0.5)
+        platform.worker_running(request_id).kill()
+        told = asked.result()
+
+    assert told[2] == "worker_lost" and text_of(7, LONG).startswith(told[1]) and told[1]
+    row = platform.usage_of(request_id)
+    assert (row["outcome"], row["output_tokens"]) == ("worker_lost", 0)
+
+
+def test_greedy_text_is_the_same_on_two_workers_as_on_one(platform: Platform) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        messages = [{"role": "user", "content": "h"}]
+        asked = pool.submit(stream_text, platform, 0, temperature=0, messages=messages, max_tokens=LONG)
+        [request_id] = until(lambda: list(running(platform)), "it to run")
+        time.sleep(0.7)
+        platform.worker_running(request_id).kill()
+
+    assert asked.result()[1:] == (greedy_text("h", LONG), "length")
+
+
+def test_what_a_dead_gateway_had_open_ends_when_nobody_comes_for_it(platform: Platform) -> None:
+    with raw_stream(platform, stream=True) as answer:
+        request_id = answer.headers["x-request-id"]
+        until(lambda: request_id in running(platform), "it to run")
+        kill(platform.pid("web0"))
+        for child in gunicorn_workers(platform):
+            kill(child)
+        until(lambda: platform.rows()[request_id].state == "ended", "its end", 20)
+
+    ending = platform.rows()[request_id].ending
+    assert ending is not None and ending.outcome == "gateway_lost"
+    assert platform.usage_of(request_id)["outcome"] == "gateway_lost"
+    until(lambda: answers(platform), "the gateway to be there again", 30)
+
+
+def gunicorn_workers(platform: Platform) -> list[int]:
+    """Children of a gateway that was killed hard see their arbiter gone, but not at once."""
+    return [child.pid for child in psutil.process_iter() if _serves(child, platform.ports[0])]
+
+
+def _serves(process: psutil.Process, port: int) -> bool:
+    try:
+        return process.environ().get("FOREBAY_PORT") == str(port) and "web.serve" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def test_nothing_is_left_behind_but_what_expires(platform: Platform) -> None:
+    """Every key of the queue beside its fixed ones has a time to live."""
+    told = stream_text(platform, 0, max_tokens=20)
+    platform.quiet()
+    store, prefix = platform.store.client, tag(MODEL)
+    for kind in ("output:", "view:", "log:", "wake:"):
+        for key in store.scan_iter(f"{prefix}{kind}*"):
+            assert store.ttl(key) > 0, key
+    assert store.exists(f"{prefix}output:{told[0]}") and not store.exists(f"{prefix}body:{told[0]}")
+    row = msgspec.msgpack.decode(store.hget(prefix + "rows", told[0]))  # type: ignore[arg-type]
+    assert set(row) == {"state", "attempt", "worker", "owner", "ending"}

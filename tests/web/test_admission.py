@@ -1,0 +1,85 @@
+"""What admission knows of workers and answers: requests that nobody could hold are refused, not queued for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from core import fleet
+from core.errors import ContextTooLong
+from core.lengths import learn
+from core.redis import Call, Store
+from core.values import WorkerState
+from web.admission import Admission, _held_by
+
+NOBODY: Any = None
+
+
+def announce(store: Store, name: str, kv_tokens: int) -> None:
+    row = fleet.Worker(worker=name, host="h", model="m", state=WorkerState.READY, kv_tokens=kv_tokens)
+    store.run(fleet.announce_worker(row))
+
+
+def admission(store: Store) -> Admission:
+    return Admission(NOBODY, store, NOBODY, {}, salt=b"")
+
+
+def test_what_fits_the_largest_worker_is_let_in_as_it_is() -> None:
+    assert _held_by(1000, 600, 400, 400) == 400
+    assert _held_by(0, 600, 400, 400) == 400, "no worker has said"
+
+
+def test_a_limit_that_the_client_did_not_name_is_cut_to_what_there_is() -> None:
+    assert _held_by(1000, 600, 500, None) == 400
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "asked", "param"),
+    [(600, 500, 500, "max_tokens"), (1000, 1, None, "messages"), (1200, 500, 500, "messages")],
+)
+def test_what_no_worker_can_hold_is_refused_with_the_numbers(
+    prompt: int, max_tokens: int, asked: int | None, param: str
+) -> None:
+    with pytest.raises(ContextTooLong) as refused:
+        _held_by(1000, prompt, max_tokens, asked)
+
+    said = refused.value
+    assert (said.status, said.code, said.param) == (400, "context_length_exceeded", param)
+    for number in (prompt, max_tokens, prompt + max_tokens, 1000):
+        assert str(number) in str(said)
+
+
+def test_the_largest_worker_counts_and_is_looked_at_now_and_then_only(store: Store) -> None:
+    announce(store, "small", 500)
+    announce(store, "large", 9000)
+    announce(store, "starting", 0)
+    gate = admission(store)
+    assert gate._known("m", "k")[2] == 9000
+
+    announce(store, "larger", 20_000)
+    assert gate._known("m", "k")[2] == 9000
+    gate._largest.clear()
+    assert gate._known("m", "k")[2] == 20_000
+    assert gate._known("unknown", "k")[2] == 0
+
+
+def test_what_is_known_comes_in_one_exchange(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(20):
+        store.run(learn("m", "k", 100))
+    exchanges: list[int] = []
+    run_all = store.run_all
+
+    def counted(calls: Sequence[Call[Any]]) -> list[Any]:
+        exchanges.append(len(calls))
+        return run_all(calls)
+
+    monkeypatch.setattr(store, "run_all", counted)
+    gate = admission(store)
+
+    price, learned, _ = gate._known("m", "k")
+    gate._known("m", "k")
+
+    assert price is None and 91 < learned.expected(1000) <= 128
+    assert exchanges == [3, 2]
