@@ -24,7 +24,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    redis_url: str = ""  #: empty: only valid for `forebay up`, which starts a store of its own
+    redis_url: str = ""  #: empty: only valid for `forebay up`, which starts its own; a cluster's: see core/redis.py
     database_url: str = ""  #: the same; GPU workers never have it
     data: Path = Path(".forebay")  #: models, secrets, and the embedded stores
     port: int = Field(8000, ge=0, le=65535)  #: 0: a free one
@@ -39,6 +39,7 @@ class Settings(BaseModel):
     buffer_s: float = Field(60.0, ge=1, le=600)  #: how long a worker keeps tokens for a store that is away
     lost_s: float = Field(30.0, ge=1, le=3600)  #: how long after a gateway's death its streams may be come back for
     chat_keepalive: Literal["comment", "chunk", "off"] = "comment"  #: of a silent chat stream
+    chat_ids: bool = True  #: an `id:` on each chat event, to come back with; off for clients that know only `data:`
     host_id: str = ""  #: this machine's name in the fleet; empty: its hostname
     tick_ms: int = Field(1000, ge=50, le=60_000)  #: how often the scaler looks
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing

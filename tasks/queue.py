@@ -30,7 +30,7 @@
 | homes     | ZSET, lex | enqueue, attach, ends   | timers          | `gateway|id` of open requests                      |
 | usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts                |
 
-* 0 when something did not fit; below 0 when that was only for the prompts before it, which are soon computed.
+* less than 0 when something did not fit: it is busy for the moment. 0 also when it saves KV cache, or preempts.
 
 Channels: `gateway:<id>` frames, endings and takeovers (core/stream), `worker:<id>` Orders for that worker, `urgent` the
 class of something urgent that found no room.

@@ -109,7 +109,7 @@ class TimedStore(Store):
         return call if call.script is None or already else replace(call, args=(*call.args, _Told(self.time.now_ms)))
 
 
-class _Told(int):
+class _Told(str):
     """The time that a call was told. One that `run_all` runs again has it already."""
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import psutil
-import redis
 import requests
 from openai import OpenAI
 
@@ -100,9 +99,9 @@ class Platform:
 
     @cached_property
     def store(self) -> Store:
-        client = redis.Redis.from_url(self.redis_url)
-        self.open.append(client)
-        return Store(client)
+        store = Store.connect(self.redis_url)
+        self.open.append(store)
+        return store
 
     def usage_rows(self) -> list[dict[str, Any]]:
         engine = postgres.connect(self.database_url)

@@ -1,6 +1,6 @@
 """The one way in: every transport calls `admit`, and whatever it refuses costs nothing.
 
-check the model -> render and tokenize -> pin the price -> reserve -> open the stream -> enqueue
+check the model -> render and tokenize -> pin the price, route -> reserve -> open the stream -> enqueue
 
 And the way back: `recall` finds what is kept of a request, and `attach` brings its stream to this gateway.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -39,21 +39,25 @@ from core.errors import (
 from core.lengths import Lengths, lengths
 from core.limits import counters, scopes
 from core.limits.counters import Refused, Reserved
+from core.prefix import chain, checkpoints, depths, holders
 from core.redis import AWAY, Call, Store
 from core.stream.log import OUTPUT_MS
 from core.telemetry import logs, metrics
-from core.values import Caller, Request, Sampling
+from core.values import Caller, Request, Sampling, WorkerState
 from tasks.queue import Accepted, Bounds, Seen, generation
 from web.dialects import view
 from web.dialects.draft import Dialect, Draft
 from web.dialects.view import View, view_of
 from web.render import Renderer
+from web.router import Route, prefer
 from web.subscriber import Stream, Subscriber
 
 log = logs.get(__name__)
 
-#: How often the workers are looked at for the size of their KV cache, seconds.
+#: How often the workers are looked at: who is there, and the size of their KV cache, seconds.
 LARGEST_S = 5.0
+#: Hashing fewer tokens than this takes less than a millisecond, and is done on the spot.
+FEW_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,21 @@ class Admission:
     """Makes a draft an accepted request."""
 
     def __init__(
-        self, catalog: Catalog, store: Store, subscriber: Subscriber, renderers: Mapping[str, Renderer], *, salt: bytes
+        self,
+        catalog: Catalog,
+        store: Store,
+        subscriber: Subscriber,
+        renderers: Mapping[str, Renderer],
+        *,
+        salt: bytes,
+        off_hub: Callable[..., list[bytes]] = lambda work, *args: work(*args),
     ) -> None:
+        """`off_hub` calls a function with arguments where it stops no stream."""
         self.catalog, self.store, self.subscriber, self.renderers = catalog, store, subscriber, renderers
-        self.salt = salt
+        self.salt, self.off_hub = salt, off_hub
         self.draining = False
         self._largest: dict[str, tuple[float, int]] = {}  #: model -> when looked at, most KV cache of a worker
+        self._ready: dict[str, frozenset[str]] = {}  #: model -> workers that claim, looked at with it
 
     def admit(self, caller: KeyRecord, draft: Draft, transport: str) -> Admitted:
         """Accept a draft, or refuse it before anything is queued.
@@ -188,7 +201,11 @@ class Admission:
             ) from None
 
     def _request(self, caller: KeyRecord, draft: Draft, prompt: list[int], max_tokens: int) -> Request:
-        price, learned, kv_tokens = self._known(draft.model, caller.key_id)
+        cache_salt = hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32]
+        hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
+        prefix = checkpoints(hashes)
+        price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix)
+        route = self._route(self.catalog[draft.model], len(hashes), held)
         max_tokens = _held_by(kv_tokens, len(prompt), max_tokens, draft.max_tokens)
         return Request(
             id=new_id(),
@@ -203,23 +220,40 @@ class Admission:
             linger_ms=draft.linger_ms,
             patience_ms=int((draft.timeout_s or 0) * 1000),
             price_id=price.id if price else 0,
-            cache_salt=hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32],
+            cache_salt=cache_salt,
+            prefix=prefix,
+            preferred=route.preferred,
+            steal_ms=route.steal_ms,
             admitted_ms=time.time_ns() // 1_000_000,
         )
 
-    def _known(self, model: str, key_id: str) -> tuple[Price | None, Lengths, int]:
-        """The price, the lengths of such answers, and the most KV cache that any worker has (0: nobody has said).
+    def _hashes(self, model: Model, prompt: list[int], cache_salt: str) -> list[bytes]:
+        """Of the prompt's whole blocks."""
+        if len(prompt) < FEW_TOKENS:
+            return chain(prompt, model.engine.block_tokens, cache_salt)
+        return self.off_hub(chain, prompt, model.engine.block_tokens, cache_salt)
+
+    def _route(self, model: Model, blocks: int, held: list[list[str]]) -> Route:
+        block_ms = model.engine.block_tokens * model.step.prefill_ms
+        return prefer(blocks, depths(blocks), held, self._ready[model.name], block_ms=block_ms)
+
+    def _known(
+        self, model: str, key_id: str, prefix: Collection[bytes] = ()
+    ) -> tuple[Price | None, Lengths, int, list[list[str]]]:
+        """The price, the lengths of such answers, the most KV cache that any worker has (0: nobody has said), and who
+        holds the prefix.
 
         One exchange; the workers are looked at with it now and then, since their sizes hardly change.
         """
-        calls: list[Call[Any]] = [prices.read(model), lengths(model, key_id)]
+        calls: list[Call[Any]] = [prices.read(model), lengths(model, key_id), holders(model, tuple(prefix))]
         looked_s, _ = self._largest.get(model, (float("-inf"), 0))
         if look := time.monotonic() - looked_s > LARGEST_S:
             calls.append(fleet.workers(model))
-        price, learned, *rows = self.store.run_all(calls)
+        price, learned, held, *rows = self.store.run_all(calls)
         if look:
             self._largest[model] = time.monotonic(), fleet.largest(rows[0])[0]
-        return price, learned, self._largest[model][1]
+            self._ready[model] = frozenset(row.worker for row in rows[0] if row.state == WorkerState.READY)
+        return price, learned, self._largest[model][1], held
 
     def _reserve(self, caller: KeyRecord, request: Request) -> Reserved:
         limits = scopes.of_key(caller.key_id, caller.requests_per_minute, caller.concurrent_requests)

@@ -38,6 +38,7 @@ class Gateway:
     admission: Admission
     subscriber: Subscriber
     chat_keepalive: KeepAlive = "comment"
+    chat_ids: bool = True
     watch: DisconnectWatch = field(default_factory=DisconnectWatch)
     sockets: set[Socket] = field(default_factory=set)
 

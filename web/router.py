@@ -13,7 +13,9 @@ from typing import Literal
 #: Workers that a request may prefer; the queue's own bound.
 PREFERRED_MAX = 3
 #: A prefix of less than this share of the prompt is not worth a preference.
-WORTH = 0.25
+WORTH = 0.1
+#: Nor is one that is computed in less than this, ms. What many prompts begin with is soon everywhere.
+WORTH_MS = 25
 #: Who holds less than this share of what the best holds is no better than anybody.
 NEAR = 0.9
 #: A request waits for its holders at most so many times as long as it takes to compute what they hold. More than once,
@@ -48,7 +50,7 @@ def prefer(
     if not alive:
         return Route(reason="its holders are gone" if held else "nobody holds it", blocks=blocks)
     best = alive[0][1]
-    if best < WORTH * blocks:
+    if best < WORTH * blocks or best * block_ms < WORTH_MS:
         return Route(reason="too little of it", held_blocks=best, blocks=blocks)
     near = tuple(worker for worker, depth in alive if depth >= NEAR * best)
     return Route(

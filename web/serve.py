@@ -92,9 +92,10 @@ def build(settings: Settings) -> Gateway:
         catalog=models,
         store=store,
         gate=Gate(store, postgres.connect(settings.database_url), keys.pepper(settings)),
-        admission=Admission(models, store, subscriber, renderers, salt=salt(settings)),
+        admission=Admission(models, store, subscriber, renderers, salt=salt(settings), off_hub=off_hub),
         subscriber=subscriber,
         chat_keepalive=settings.chat_keepalive,
+        chat_ids=settings.chat_ids,
     )
 
 
@@ -119,6 +120,13 @@ class OffHub:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.renderer.decode(token_ids)
+
+
+def off_hub(work: Callable[..., Any], *args: Any) -> Any:
+    """In gevent's thread pool: it holds the GIL there too, but lets go of it every few milliseconds."""
+    import gevent
+
+    return gevent.get_hub().threadpool.apply(work, args)
 
 
 def _post_fork(server: Any, worker: Any) -> None:

@@ -11,7 +11,7 @@ as the queue charges them, input once and output twice, where they are made: inp
     light_wait_ms_p99    a tenant that sends something short now and then, beside another's flood: from before its
                          enqueue to its actor's first line
     light_alone_ms_p99   the same tenant without the flood
-    slot_remainder_ms    how long the first slot to be free was still taken when a light request was sent, p99
+    slot_remainder_ms    how long after a light request was sent beside the flood the first slot was free, p99
     jain                 fifty tenants of sizes between one and ten, all with something waiting: Jain's index of the
                          tokens served, 1: all the same
 """
@@ -22,6 +22,7 @@ import asyncio
 import random
 import tempfile
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -93,6 +94,7 @@ class Scene:
     runners: list[Runner] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
+    freed_s: list[float] = field(default_factory=list)  #: when a slot was
     left: Counter[str] = field(default_factory=Counter)  #: requests of a tenant that have not begun
     served: Counter[str] = field(default_factory=Counter)
     gap_tokens: int = 0
@@ -143,6 +145,7 @@ class Scene:
                 for held in filter(None, (runner.held.get(name) for runner in self.runners)):
                     held.usage = Usage(input_tokens=run.size.input_tokens, output_tokens=run.made)
                 if run.made == run.size.output_tokens and not run.done.done():
+                    self.freed_s.append(time.monotonic())
                     run.done.set_result(None)
 
     def _serve(self, tenant: str, tokens: int) -> None:
@@ -159,11 +162,13 @@ class Scene:
                     self.changed.clear()
                     await self.changed.wait()
 
-    def remainder_ms(self) -> float:
-        """How long the first slot to be free is still taken."""
-        if len(self.running) < self.options.workers * self.options.slots:
-            return 0.0
-        return 1000 * self.options.step_s * min(run.size.output_tokens - run.made for run in self.running.values())
+    @property
+    def full(self) -> bool:
+        return len(self.running) == self.options.workers * self.options.slots
+
+    def remainder_ms(self, at_s: float) -> float:
+        """How long after `at_s` the first slot was free, if all were taken then."""
+        return 1000 * (self.freed_s[bisect(self.freed_s, at_s)] - at_s)
 
 
 def figures(options: Options, say: Say) -> Found:
@@ -214,18 +219,20 @@ async def _light(url: str, options: Options, *, fair: bool, flood: bool) -> tupl
         await scene.send([("flood", Size(1000, chance.randint(50, 150))) for _ in range(flooding)])
         async with _workers(scene):
             if flood:
-                await scene.until(lambda: len(scene.running) == options.workers * options.slots)
+                await scene.until(lambda: scene.full)
             sent_s: dict[str, float] = {}
-            left_ms: list[float] = []
+            found_full: list[float] = []
             end_s = time.monotonic() + options.seconds * 0.9
             while time.monotonic() < end_s:
                 await asyncio.sleep(chance.expovariate(15))
                 now_s = time.monotonic()
-                left_ms.append(scene.remainder_ms())
+                if scene.full:
+                    found_full.append(now_s)
                 [name] = await scene.send([("light", LIGHT)])
                 sent_s[name] = now_s
             await scene.until(lambda: sent_s.keys() <= scene.begun_s.keys())
-            return [1000 * (scene.begun_s[name] - at_s) for name, at_s in sent_s.items()], left_ms
+            wait_ms = [1000 * (scene.begun_s[name] - at_s) for name, at_s in sent_s.items()]
+            return wait_ms, [0.0, *map(scene.remainder_ms, found_full)]
 
 
 async def _jain(url: str, options: Options, *, fair: bool) -> float:

@@ -62,6 +62,8 @@ MODEL = "bench"
 #: The time that scripts see is the simulation's.
 CLOCK = "local function now_ms() return tonumber(redis.call('GET', 'clock') or '0') end\n"
 BEGIN_MS = 1_000_000
+#: 8B in bfloat16.
+H100 = Profile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Options:
     scan: int = SCAN
     steal_ms: int = STEAL_MS
     hold_ms: int = HOLD_MS
-    profile: Profile = Profile()
+    profile: Profile = H100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,9 +389,7 @@ class Queued(Fleet):
         if claimed.passed:
             again_s = headroom.again_s(worker.shape, worker.prefill)
             self._wait(worker, "change", min(max(again_s, AGAIN_S), PASSED_S) * 1000)
-        elif claimed.claims:
-            self._claim_soon(worker)
-        elif self._woken(worker):
+        elif claimed.claims or self._woken(worker):
             self._claim_soon(worker)
         else:
             self._wait(worker, "marker", min(claimed.due_ms, IDLE_S * 1000) if claimed.due_ms >= 0 else IDLE_S * 1000)
@@ -405,9 +405,7 @@ class Queued(Fleet):
         jobs, before = worker.engine.jobs, worker.prefill.waiting
         waiting = {str(job.n): job.input_tokens for job in jobs if not job.first_ms}
         done = sum(job.input_tokens - job.cached_tokens for job in jobs if job.first_ms and str(job.n) in before)
-        worker.prefill = headroom.advance(
-            worker.prefill, self.now_ms / 1000, waiting, done, worker.shape.step_tokens
-        )
+        worker.prefill = headroom.advance(worker.prefill, self.now_ms / 1000, waiting, done, worker.shape.step_tokens)
         return [_in_hand(job) for job in jobs]
 
     def stepped(self, engine: SimulatedEngine) -> None:

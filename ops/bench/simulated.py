@@ -95,18 +95,23 @@ class BlockCache:
         return True
 
     def fill(self, job: Job) -> None:
-        """The blocks that the job has computed can be found from now on. One that another made too stays its own."""
+        """What the job has computed can be found from now on; of a block that is there twice, one copy."""
         own = len(job._own)
         for key in job.hashes[own : job.prefilled // self.block_tokens]:
-            if key in self._uses or key in self._idle:
-                key = (job.n, len(job._own))
-            job._own.append(key)
+            mine, copy = key, (job.n, len(job._own))
+            if key in self._idle:
+                del self._idle[key]
+                self._idle[copy] = None
+                self._idle.move_to_end(copy, last=False)
+            elif key in self._uses:
+                mine = copy
+            job._own.append(mine)
             job._blank -= 1
-            self._uses[key] = 1
+            self._uses[mine] = 1
 
     def give_back(self, job: Job) -> None:
         """The job is done. Whole blocks of its output have hashes too, which nobody will ask for."""
-        output = [(job.n, n) for n in range(len(job.hashes), job.tokens // self.block_tokens)]
+        output: list[Hashable] = [(job.n, n) for n in range(len(job.hashes), job.tokens // self.block_tokens)]
         self._blank += job._blank - len(output)
         for key in reversed(output):
             self._idle[key] = None
@@ -139,8 +144,8 @@ class SimulatedEngine:
         self.waiting.append(job)
 
     def stats(self) -> EngineStats:
-        used = 1 - self.cache.free_tokens / self.profile.kv_tokens
-        return EngineStats(running=len(self.jobs) - len(self.waiting), waiting=len(self.waiting), kv_used=max(0.0, used))
+        used, waiting = 1 - self.cache.free_tokens / self.profile.kv_tokens, len(self.waiting)
+        return EngineStats(running=len(self.jobs) - waiting, waiting=waiting, kv_used=max(0.0, used))
 
     def begin(self) -> float:
         """Schedule a step; 0.0 when there is nothing to do."""

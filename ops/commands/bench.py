@@ -114,3 +114,36 @@ def fairness(seconds: float, workers: int, slots: int, tenants: int, file: str |
 
     options = bench.Options(seconds=seconds, workers=workers, slots=slots, tenants=tenants)
     report.publish(report.measure("fairness", partial(bench.figures, options)), file)
+
+
+@command.command()
+@click.option("--requests", type=click.IntRange(100), default=3000, show_default=True, help="Of each trace.")
+@click.option("--workers", type=click.IntRange(2, 64), default=8, show_default=True)
+@click.option("--load", type=click.FloatRange(0.05, 2), default=0.7, show_default=True, help="Of what they can do.")
+@click.option("--scan", type=click.IntRange(1), help="Requests of a tenant that a claim looks through.")
+@click.option("--steal-ms", type=click.IntRange(0), help="How long a request waits for its holders at most.")
+@_json
+def prefix(requests: int, workers: int, load: float, scan: int | None, steal_ms: int | None, file: str | None) -> None:
+    """How much of the Mooncake traces' prompts is found in a cache, beside round robin and least loaded.
+
+    The engines are simulated, in virtual time; block hashes, index, router and queue are real. The traces are looked
+    for in FOREBAY_TRACES.
+    """
+    from functools import partial
+
+    from ops import show
+    from ops.bench import prefix as bench
+    from ops.bench import report
+    from ops.bench.platform import BenchFailed
+    from tasks.queue import SCAN, STEAL_MS
+
+    options = bench.Options(
+        requests=requests,
+        workers=workers,
+        load=load,
+        scan=scan or SCAN,
+        steal_ms=STEAL_MS if steal_ms is None else steal_ms,
+    )
+    with show.refusals(BenchFailed):
+        found = report.measure("prefix", partial(bench.figures, options))
+    report.publish(found, file)

@@ -2,8 +2,9 @@
 -- ARGV   2 worker  3 most wanted  4 lease ms  5 nonce: one per try, the same again when its reply was lost
 --        6 msgpack map: its room {kv, context, total_kv (-1: unknown), prefill: tokens per class (4), idle, reserve,
 --          steal_ms, scan, below}: see order.lua
--- reply  {{id, attempt, gateway, trail, class, input, need, message, …}, ms until it may find more (-1: no telling), passed}
---        passed: the most urgent class of which something waits that did not fit; 9: nothing. trail: the worker whose log holds what was delivered and is not saved ('' : none).
+-- reply  {{id, attempt, gateway, trail, class, input, need, message, …}, ms until it may find more (-1: no telling),
+--         passed: the most urgent class of which something waits that did not fit; 9: nothing}
+--        trail: the worker whose log holds what was delivered and is not saved ('' : none)
 -- Repeat: with the same nonce the same claims are told again, and none is taken.        cost O(wanted log n)
 local worker, wanted, lease_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 note('lease_ms', lease_ms)
@@ -42,16 +43,17 @@ end
 
 local room = cmsgpack.unpack(ARGV[6])
 room.worker, room.slots, room.passed, room.hint_ms = worker, wanted, 9, 1 / 0
-local full = room.below < 9 -- it has no room, and would make some for what is urgent
+room.too_large = {}
 room.prefill = { [0] = room.prefill[1], room.prefill[2], room.prefill[3], room.prefill[4] }
-room.choosy = room.scan > 1 and counter('waiting_preferred') > 0
+room.choosy = room.scan > 1 and counter('waiting_preferred') > 0 and not crowded(worker)
 if not room.choosy then room.scan = math.min(room.scan, TRIES_MAX) end
 
 local taken, claims = { ARGV[5] }, {}
 while #taken <= wanted do
   local id, row, others = next_for(room)
   if not id then break end
-  if row.losses == 0 and row.attempt == 0 then serve(row.tenant, row.input / row.weight) end -- once: a second run is not its doing
+  -- Charged once: another run is not the tenant's doing.
+  if row.losses == 0 and row.attempt == 0 then serve(row.tenant, row.input / row.weight) end
   leave(id, row, others)
   take_room(row, room)
   row.state, row.worker, row.attempt = 'running', worker, row.attempt + 1
@@ -60,13 +62,18 @@ while #taken <= wanted do
   claims[#claims + 1] = worker .. '|' .. id
   add_sum(worker, id, row, 1)
   if row.shown and row.gateway ~= '' then -- from here on the older attempt is fenced at the gateway
-    call('PUBLISH', PREFIX .. 'gateway:' .. row.gateway, cmsgpack.pack({ v = 1, takeovers = { { id = id, attempt = row.attempt } } }))
+    local takeover = { id = id, attempt = row.attempt }
+    call('PUBLISH', PREFIX .. 'gateway:' .. row.gateway, cmsgpack.pack({ v = 1, takeovers = { takeover } }))
   end
   say(id, row)
   taken[#taken + 1] = id
 end
 many('ZADD', CLAIMS, claims)
-call('HSET', ROOMS, worker, (full or room.full) and 0 or room.passed < 9 and 0 - room.slots or room.slots)
+for id, row in pairs(room.too_large) do
+  if row.state == 'waiting' then conclude(id, row, 'failed', NOTHING, 'it is too large for every worker that is there') end
+end
+-- A full worker (`below`) has no room; one that passed something over is only busy: below 0.
+call('HSET', ROOMS, worker, room.below < 9 and 0 or room.passed < 9 and 0 - room.slots or room.slots)
 if #told > 0 then
   count('started', #taken - 1)
   call('HSET', NONCES, worker, table.concat(taken, '|'))

@@ -55,18 +55,20 @@ end
 join(id, row)
 keep(id, row)
 
--- An idle worker that holds its prefix is woken alone; it is free to others after the claim's steal_ms.
-local woken = false
+-- Of the workers that hold its prefix the one with most room is woken alone; others may have it after the steal.
+local most, wake_key = 0, nil
 local at = EXTRA + 2
 for worker in string.gmatch(row.preferred, '[^,]+') do
-  if not woken and tonumber(call('HGET', ROOMS, worker) or '0') > 0 then
-    call('ZADD', KEYS[at], 0, '0')
-    call('PEXPIRE', KEYS[at], 60000)
-    woken = true
-  end
+  local slots = tonumber(call('HGET', ROOMS, worker) or '0')
+  if slots > most and not crowded(worker) then most, wake_key = slots, KEYS[at] end
   at = at + 1
 end
-if not woken then wake() end
+if wake_key then
+  call('ZADD', wake_key, 0, '0')
+  call('PEXPIRE', wake_key, 60000)
+else
+  wake()
+end
 if row.class < 2 then -- it may have to preempt somebody
   local room = 0
   for _, free in ipairs(call('HVALS', ROOMS)) do room = room + math.max(0, tonumber(free)) end

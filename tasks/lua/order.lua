@@ -13,6 +13,7 @@
 local OUTPUT_COST = 2
 local LINES_MAX = 16 -- tenants that one search looks at
 local TRIES_MAX = 4  -- rows of one tenant that it reads
+local CROWD_RATIO, CROWD_SLACK = 1.5, 4 -- a worker is crowded that runs so many times the mean, and so many more
 
 local function member(id, row)
   return row.class .. '|' .. row.tenant .. '|' .. string.format('%015d', row.arrival) .. '|' .. row.preferred .. '|' .. id
@@ -91,10 +92,9 @@ end
 local function fits(row, room)
   if room.context >= 0 and row.most > room.context then return false end
   if room.kv >= 0 and row.need > room.kv then return false end
+  if not room.idle and row.input > room.prefill[row.class] then return false end
   -- What cannot be preempted must not fill the last slots, or nothing urgent could start.
-  if not row.rerunnable and row.class >= 2 and room.slots <= room.reserve then return false end
-  if room.idle or row.input <= room.prefill[row.class] then return true end
-  return false, true -- it has room, once it has computed the prompts before it
+  return row.rerunnable or row.class < 2 or room.slots > room.reserve
 end
 
 local function take_room(row, room)
@@ -103,18 +103,26 @@ local function take_room(row, room)
   for class = 0, 3 do room.prefill[class] = room.prefill[class] - row.input end
 end
 
+local function could_hold(row, room) -- were it alone
+  return (room.total_kv < 0 or row.need <= room.total_kv) and (room.context < 0 or row.most <= room.context)
+end
+
 -- It does not fit now. After SAVE_MS one worker that could hold it lets its engine run empty until it does.
--- `soon`: the worker is only busy with other prompts.
-local function pass_over(id, row, room, soon)
+local function pass_over(id, row, room)
   room.passed = math.min(room.passed, row.class)
-  room.full = room.full or not soon
+  local holdable = could_hold(row, room)
   if row.passed_ms == 0 then
-    row.passed_ms = now
-  elseif now - row.passed_ms >= SAVE_MS and row.saver == '' and room.total_kv >= row.need
-    and (room.context < 0 or row.most <= room.context) and not call('HGET', SAVING, room.worker) then
-    row.saver = room.worker
+    row.passed_ms, row.holdable_ms = now, now
+  elseif not holdable then
+    if row.saver == '' and now - row.holdable_ms >= TOO_LARGE_MS then room.too_large[id] = row end
+    return
+  elseif room.total_kv >= 0 and now - row.passed_ms >= SAVE_MS and row.saver == ''
+    and not call('HGET', SAVING, room.worker) then
+    row.saver, row.holdable_ms = room.worker, now
     call('HSET', SAVING, room.worker, id)
     room.below = math.min(room.below, row.class)
+  elseif now - row.holdable_ms > TOO_LARGE_MS / 2 then
+    row.holdable_ms = now -- written seldom: a busy worker passes it over many times a second
   else
     return
   end
@@ -126,15 +134,22 @@ local function prefers(entry, worker)
   return preferred ~= '' and string.find(',' .. preferred .. ',', ',' .. worker .. ',', 1, true) ~= nil
 end
 
--- Whether another than its preferred workers may have it. Else how long not yet, ms. Who is only busy with other prompts
--- (ROOMS below 0) is waited for too, since that is over in less time than its prefix would take to compute anew.
+-- Much more runs there than elsewhere: what it holds is better computed once more where there is less.
+local function crowded(worker)
+  local first = '[' .. worker .. '|'
+  local mean = call('ZCARD', CLAIMS) / math.max(1, call('ZCARD', LEASES))
+  return call('ZLEXCOUNT', CLAIMS, first, first .. '\255') > CROWD_RATIO * mean + CROWD_SLACK
+end
+
+-- Whether another than its preferred workers may have it. Else how long not yet, ms. Who has slots and is only busy (ROOMS
+-- below 0) is waited for too: mostly that is over before its prefix were computed anew.
 local function stealable(row, room)
   if row.preferred == '' then return true end
   local left_ms = row.entered_ms + math.min(room.steal_ms, row.steal_ms or room.steal_ms) - now
   if left_ms <= 0 then return true end
   for worker in string.gmatch(row.preferred, '[^,]+') do
     if worker == room.worker then return true end
-    if tonumber(call('HGET', ROOMS, worker) or '0') ~= 0 then return false, left_ms end
+    if tonumber(call('HGET', ROOMS, worker) or '0') ~= 0 and not crowded(worker) then return false, left_ms end
   end
   return true
 end
@@ -144,11 +159,8 @@ local function startable(id, row, room, mine)
   local free, left_ms = true, nil
   if not mine then free, left_ms = stealable(row, room) end
   if not free then room.hint_ms = math.min(room.hint_ms, left_ms)
-  else
-    local fit, soon = fits(row, room)
-    if fit then return true end
-    pass_over(id, row, room, soon)
-  end
+  elseif fits(row, room) then return true
+  else pass_over(id, row, room) end
 end
 
 -- Of one tenant's first few: one that prefers this worker, else the first that another worker may have.
@@ -186,7 +198,7 @@ local function saved_for(room) -- the request that this worker saves KV cache fo
   local row = row_of(id)
   if row.class >= room.below then return end
   if fits(row, room) then return id, row end
-  room.passed, room.full = math.min(room.passed, row.class), true
+  room.passed = math.min(room.passed, row.class)
   room.below = row.class -- until then only what is more urgent
 end
 
@@ -197,9 +209,8 @@ local function overdue(room)
   if not id then return end
   local row = row_of(id)
   if row.class >= room.below then return end
-  local fit, soon = fits(row, room)
-  if fit then return id, row end
-  pass_over(id, row, room, soon)
+  if fits(row, room) then return id, row end
+  pass_over(id, row, room)
 end
 
 local function next_for(room)

@@ -15,6 +15,7 @@ local MERCY_MS = 3000    -- and at least this long after that nobody is reaped, 
 local LOSSES_MAX = 3     -- a request that took this many workers down with it is a dead letter
 local OVERDUE_EVERY = 16 -- one claim in so many goes to whoever is overdue longest, of any class
 local SAVE_MS = 2000     -- a request passed over for its size so long gets a worker that saves KV cache for it
+local TOO_LARGE_MS = 60000 -- and if no worker that claims could hold it even alone, for so long, it is ended
 local HELD_MS = 900000   -- a request that came while no worker was alive waits at most this long for one
 local DEAD_MS = 604800000 -- a dead letter is kept a week
 local DEAD_MAX = 10000   -- and at most so many are
@@ -34,7 +35,7 @@ local ended = {}                 -- ids
 -- What a row does not say.
 local DEFAULTS = { __index = {
   owner = '', gateway = '', preferred = '', facts = '', worker = '', cancelled = '', trail = '', saver = '',
-  patience_ms = 0, deadline_ms = 0, first_ms = 0, passed_ms = 0, input = 0, need = 0, most = 0, served = 0, losses = 0,
+  patience_ms = 0, deadline_ms = 0, first_ms = 0, passed_ms = 0, holdable_ms = 0, input = 0, need = 0, most = 0, served = 0, losses = 0,
   weight = 1, rerunnable = true, shown = false, held = false, bodied = false,
 } }
 

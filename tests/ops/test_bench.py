@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 from ops import prepare
 from ops.bench import load, report
 from ops.bench.platform import BenchFailed, Cpu
+from ops.bench.simulated import Job, Profile, SimulatedEngine
 
 QUEUE_KEYS = {"idle_start_ms_p50", "idle_start_ms_p99", "messages_per_s", "idle_commands_per_s"}
 FAIRNESS_KEYS = {
@@ -157,3 +159,70 @@ def test_tenants_that_wait_are_served_equal_tokens(tmp_path: Path) -> None:
     assert ours["service_gap_tokens"] <= ours["vtc_bound_tokens"] < fifo["service_gap_tokens"]
     assert ours["light_wait_ms_p99"] < fifo["light_wait_ms_p99"]
     assert ours["jain"] > max(0.9, fifo["jain"])
+
+
+PREFIX_KEYS = {"cached_share_of_clairvoyant", "imbalance", "ttft_ms_p50", "ttft_ms_p99", "traces"}
+
+
+def conversations(folder: Path, count: int, turns: int) -> None:
+    """Traces of people who take turns with the service: each prompt is the one before it and two blocks more."""
+    fresh = itertools.count(1)
+    for trace in ("conversation", "synthetic"):
+        said: dict[int, list[int]] = {person: [0] for person in range(count)}
+        with (folder / f"mooncake_{trace}.jsonl").open("w") as lines:
+            for turn, person in itertools.product(range(turns), range(count)):
+                said[person] += [next(fresh), next(fresh)]
+                row = {
+                    "timestamp": 3000 * turn, "input_length": 512 * len(said[person]) - 100, "output_length": 50,
+                    "hash_ids": said[person],
+                }  # fmt: skip
+                lines.write(json.dumps(row) + "\n")
+
+
+def test_a_small_prefix_bench_finds_what_is_held_where_blind_placement_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations(tmp_path, count=61, turns=5)
+    monkeypatch.setenv("FOREBAY_TRACES", str(tmp_path))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    done = bench(temporary, "prefix", "--requests", "305", "--workers", "4", "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ours, peers = found["figures"], found["peers"]
+    assert set(peers) == {"round_robin", "least_loaded"}
+    assert all(set(figures) == PREFIX_KEYS for figures in (ours, *peers.values()))
+    assert ours["cached_share_of_clairvoyant"] > 0.8 > max(p["cached_share_of_clairvoyant"] for p in peers.values())
+    assert ours["imbalance"] < 1.5
+    assert list(temporary.iterdir()) == []
+
+
+def test_without_traces_the_prefix_bench_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_TRACES", str(tmp_path))
+
+    done = bench(tmp_path, "prefix", "--json", "-")
+
+    assert done.returncode != 0
+    assert f"{tmp_path}/mooncake_conversation.jsonl" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_simulated_engine_finds_prefixes_and_gives_all_its_blocks_back() -> None:
+    """The third prompt shares two blocks with the first, and of its own last one a token is computed anyway."""
+    engine = SimulatedEngine(0, Profile(kv_tokens=4096, slots=4), block_tokens=512)
+    total = engine.cache.free_tokens
+    cached = []
+    for n, hashes in enumerate([(1, 2, 3), (1, 4, 5), (1, 2), (9, 8, 7, 6, 5), (1, 2, 3)]):
+        job = Job(n=n, arrived_ms=0.0, input_tokens=512 * len(hashes), output_tokens=3, hashes=hashes)
+        engine.submit(job)
+        ended: list[Job] = []
+        while not ended:
+            assert engine.begin() > 0
+            ended = engine.end(now_ms=1.0)
+        cached.append(job.cached_tokens)
+
+    assert cached == [0, 512, 512, 0, 1024], "the fifth found its blocks still there: they were used last"
+    assert engine.begin() == 0.0
+    assert engine.cache.free_tokens == total

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dramatiq
@@ -14,6 +17,7 @@ from structlog.testing import capture_logs
 
 from core.redis import AWAY, AsyncStore, Call, Store
 from core.values import Outcome, Usage
+from ops import stores
 from ops.chaos import checker, faults
 from ops.chaos.proxy import Fault, Proxy, requests
 from tasks.broker import QueueBroker
@@ -165,6 +169,66 @@ def test_a_runner_ends_every_task_once_whatever_breaks(valkey_url: str, side: St
     ledger = checker.check(side, queue, tasks)
     assert ledger.faults == []
     assert ledger.outcomes == {"completed": len(tasks)}
+
+
+class Survivor:
+    """A gateway and a worker in one, which go on when their store is back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.queue, self.away, self.told = folder, Queue("m"), 0, set[str]()
+        self.server = stores.start_valkey(folder)
+        self.store = Store.connect(self.server.url)
+
+    def say(self, call: Call[Any]) -> Any:
+        while True:
+            try:
+                return self.store.run(call)
+            except AWAY:
+                self.away += 1
+                stores.start_valkey(self.folder)
+
+    def put(self, name: str) -> None:
+        self.say(self.queue.enqueue(Task(id=name, message=b"m", facts=b"f", gateway="g")))
+
+    def put_back(self, names: list[str]) -> None:
+        """What the store does not know any more, and nobody was told the end of."""
+        for name in names:
+            if self.say(self.queue.watch("g", [name])).seen[0].state == "unknown" and name not in self.told:
+                self.put(name)
+
+    def work(self, nonce: str, leave: int) -> None:
+        claims = self.say(self.queue.claim("w", 8, lease_ms=LEASE_MS, nonce=nonce)).claims
+        self.finish(claims[: len(claims) - leave])
+
+    def finish(self, claims: Iterable[Claim]) -> None:
+        for claim in claims:
+            assert self.say(self.queue.finish("w", claim, Outcome.COMPLETED, Usage()))
+            self.told.add(claim.id)
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_is_killed_under_load_and_comes_back_has_ended_everything_once(tmp_path: Path) -> None:
+    """What its log did not keep, the gateway that waits for it puts back; a worker goes on with what it has."""
+    one, sent = Survivor(tmp_path), [f"t{n}" for n in range(300)]
+    try:
+        for n, name in enumerate(sent):
+            one.put(name)
+            if n % 4 == 0:
+                one.work(f"n{n}", leave=1)  # so that something runs when the store dies
+            if n == 150:
+                os.kill(one.server.pid, signal.SIGKILL)
+        one.put_back(sent)
+        held = one.say(one.queue.beat("w", [], lease_ms=LEASE_MS)).claims
+        assert len(held) > 10 and one.away > 0
+        one.finish(held.values())
+        for n in range(50):
+            one.work(f"last{n}", leave=0)
+        ledger = checker.check(one.store, one.queue, sent)
+        assert ledger.faults == []
+        assert ledger.outcomes == {"completed": len(sent)}
+    finally:
+        one.store.close()
+        stores.start_valkey(tmp_path).stop()
 
 
 # --- the instruments themselves

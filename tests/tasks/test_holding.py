@@ -65,6 +65,7 @@ def test_a_held_request_that_is_claimed_and_comes_back_is_not_held_any_more(benc
     bench.store.run(bench.queue.hand_back("w1", claims))
 
     assert bench.valkey.zcard(bench.key("held")) == 8
+    assert sum(bool(bench.row(f"r{n}").get("held")) for n in range(40)) == 8
     bench.wait(4000)
     assert bench.valkey.zcard(bench.key("held")) == 0
     assert bench.valkey.zcard(bench.key("waiting")) == 40

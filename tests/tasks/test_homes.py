@@ -98,6 +98,7 @@ def test_what_runs_for_a_gateway_that_died_is_stopped_and_ends_as_that(bench: Be
         bench.beat("w1", [claim])
 
     assert bench.orders("w1") == [Order(verb="cancel", id="a")]
+    assert bench.valkey.zcard(bench.key("homes")) == 0, "it is told once"
     assert bench.finish(claim, outcome=Outcome.CANCELLED)
 
     assert bench.outcomes() == [("a", "gateway_lost")]

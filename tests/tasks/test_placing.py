@@ -100,9 +100,26 @@ def test_a_request_whose_prefix_has_no_room_is_free_to_all_at_once(bench: Bench,
     assert bench.claim("w2") == ["a"]
 
 
-def test_a_worker_that_had_no_room_for_something_counts_as_full(bench: Bench) -> None:
-    bench.put("large", need_tokens=1000)
-    bench.look("w1", 1, kv_tokens=10)
+@pytest.mark.parametrize("room", [{"kv_tokens": 10}, {"prefill_tokens": (9,) * 4, "idle": False}])
+def test_a_request_waits_also_for_a_worker_that_is_busy_for_the_moment(bench: Bench, room: dict) -> None:  # type: ignore[type-arg]
+    """What did not fit was another; and it has slots. But it is not woken, and counts as full for what is urgent."""
+    bench.put("large", need_tokens=1000, input_tokens=1000)
+    bench.look("w1", 1, **room)
+    bench.put("a", preferred=("w1",), tenant="u", steal_ms=500)
+
+    assert bench.look("w2", **room).due_ms == 500
+    assert bench.valkey.exists(bench.queue.wake_key) == 1
+    bench.heard("urgent")
+    bench.put("u", cls=Class.INTERACTIVE, need_tokens=1000, input_tokens=1000)
+    assert bench.heard("urgent") == [b"1"]
+    assert bench.claim("w1", **room) == ["a"]
+
+
+def test_a_request_does_not_wait_for_a_worker_that_saves_its_cache_for_another(bench: Bench) -> None:
+    bench.put("large", need_tokens=100)
+    bench.look("w1", 2, kv_tokens=10, total_kv_tokens=100)
+    bench.wait(2000)
+    bench.look("w1", 2, kv_tokens=10, total_kv_tokens=100)
     bench.put("a", preferred=("w1",), tenant="u")
 
     assert bench.claim("w2", kv_tokens=10) == ["a"]
@@ -170,6 +187,27 @@ def test_only_a_worker_that_could_ever_hold_it_saves_for_it(bench: Bench) -> Non
 
     bench.claim("w1", kv_tokens=50, total_kv_tokens=100, context_tokens=500)
     assert saving(bench) == {b"w1": b"large"}
+
+
+def test_what_no_worker_could_ever_hold_is_ended_and_not_kept_waiting_for_ever(bench: Bench) -> None:
+    """Admission refuses it where it knows how large workers are; before the first has said so it cannot."""
+    bench.put("large", need_tokens=100)
+    small = {"kv_tokens": 50, "total_kv_tokens": 99}
+    for _ in range(58):
+        assert bench.claim("w1", **small) == []
+        bench.wait(1000)
+    bench.claim("w2", kv_tokens=50, total_kv_tokens=100)  # this one could, and would save for it, but dies
+    bench.die("w2")
+    for _ in range(59):
+        bench.claim("w1", **small)
+        bench.wait(1000)
+    assert bench.seen("large").state == "waiting"
+
+    for _ in range(2):
+        bench.wait(1000)
+        bench.claim("w1", **small)
+    ending = bench.ending("large")
+    assert (ending.outcome, ending.attempt) == ("failed", 0) and "too large" in ending.message
 
 
 def test_one_worker_saves_for_one_request(bench: Bench) -> None:

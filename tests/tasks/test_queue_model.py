@@ -200,7 +200,12 @@ class Model:
         """Whether this worker may have it, or it waits for the one that holds its prefix."""
         if not row.preferred or worker in row.preferred or row.entered_ms + steal_ms <= self.now_ms:
             return True
-        return not any(self.rooms.get(other, 0) > 0 for other in row.preferred)
+        return not any(self.rooms.get(other, 0) and not self.crowded(other) for other in row.preferred)
+
+    def crowded(self, worker: str) -> bool:
+        """Much more runs there than elsewhere."""
+        running = [row.worker for row in self.rows.values() if row.state == "running"]
+        return running.count(worker) > 1.5 * len(running) / max(1, len(self.leases)) + 4
 
     def overdue(self) -> set[str]:
         """The one that is overdue longest; several if equally."""
@@ -242,7 +247,7 @@ class Histories(RuleBasedStateMachine):
             elif action == "claim":
                 self.claim(**data.draw(st.fixed_dictionaries(CLAIM)))
             elif action == "wait":
-                self.wait(data.draw(st.integers(1, 6)), data.draw(st.sampled_from([*WORKERS, *GATEWAYS, "none"])))
+                self.wait(data.draw(st.integers(1, 7)), data.draw(st.sampled_from([*WORKERS, *GATEWAYS, "none"])))
             elif action == "die":
                 self.die(data.draw(st.sampled_from(WORKERS)))
             elif action in ("deliver", "finish", "back") and self.model.of("running"):
@@ -322,7 +327,9 @@ class Histories(RuleBasedStateMachine):
             saved = "" if claim.id == saved else saved
             slots, kv = slots - 1, max(0, kv - row.need) if kv >= 0 else -1
         self._nothing_left_that_it_could_take(worker, claimed, slots, kv, room)
-        self.model.rooms[worker] = 0 if room.below < 9 or claimed.passed_class < 9 else slots
+        saves = self.client.hexists(self.queue.prefix + "saving", worker)
+        busy = claimed.passed_class < 9
+        self.model.rooms[worker] = 0 if room.below < 9 or saves else -slots if busy else slots
 
     def _may_take(self, worker: str, name: str, slots: int, kv: int, room: Room, saved: str) -> None:
         row, waiting = self.model.rows[name], self.model.of("waiting")
@@ -458,7 +465,7 @@ class Histories(RuleBasedStateMachine):
         self.count += 1
         due_ms = model.now_ms + letter.due_ms - letter.entered_ms
         model.rows[name] = replace(
-            letter, state="waiting", arrival=10_000 + self.count, gateway="", preferred=(), entered_ms=model.now_ms,
+            letter, state="waiting", arrival=self.count, gateway="", preferred=(), entered_ms=model.now_ms,
             due_ms=due_ms, cancelled="", shown=False, delivered=False, trail="", losses=0, worker="", held=False,
             at_home=False, deadline_ms=0, counted=False,
         )  # fmt: skip
@@ -567,5 +574,5 @@ def test_any_history_keeps_what_the_queue_promises(valkey: redis.Redis) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
         Histories,
-        settings=settings(max_examples=60, stateful_step_count=6, deadline=None, suppress_health_check=checks),
+        settings=settings(max_examples=120, stateful_step_count=6, deadline=None, suppress_health_check=checks),
     )

@@ -78,8 +78,9 @@ def test_what_is_known_comes_in_one_exchange(store: Store, monkeypatch: pytest.M
     monkeypatch.setattr(store, "run_all", counted)
     gate = admission(store)
 
-    price, learned, _ = gate._known("m", "k")
+    price, learned, _, held = gate._known("m", "k", (b"x",))
     gate._known("m", "k")
 
     assert price is None and 91 < learned.expected(1000) <= 128
-    assert exchanges == [3, 2]
+    assert held == [[]]
+    assert exchanges == [4, 3]

@@ -564,6 +564,15 @@ def test_the_wait_is_shown_on_every_transport(place: Place) -> None:
     assert comment.endswith(b" worker=launching\n")
 
 
+def test_an_operator_may_leave_the_ids_out(place: Place) -> None:
+    """For clients that take every line of an event for data, such as vLLM's own benchmark."""
+    place.gateways[0].chat_ids = False
+    chat = place.ask("/v1/chat/completions", CHAT)
+
+    assert next(chat.response).startswith(b"data: {")
+    chat.close()
+
+
 @pytest.mark.parametrize(("how", "said"), [("chunk", b"data: {"), ("off", b"id: ")])
 def test_an_operator_chooses_how_chat_streams_wait(place: Place, how: str, said: bytes) -> None:
     place.gateways[0].chat_keepalive = how  # type: ignore[assignment]

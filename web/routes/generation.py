@@ -147,11 +147,15 @@ def _read_timeout_s(draft: Draft) -> float | None:
 
 
 def _chat_lines(stream: Stream, framing: ChatFraming) -> Iterator[bytes]:
+    return _chat_lines_of(stream, framing, gateway().chat_ids)
+
+
+def _chat_lines_of(stream: Stream, framing: ChatFraming, ids: bool) -> Iterator[bytes]:
     request_id = stream.request.id.encode()
     for said in events(stream, framing):
         if isinstance(said, Comment):
             yield comment_line(said.text)
-        elif said.cursor is None:
+        elif said.cursor is None or not ids:
             yield data_line(said.chunk)
         else:
             yield identified_lines(said.chunk, request_id, said.cursor)
