@@ -17,6 +17,8 @@ from core.values import WorkerState
 MEMORY_MS = 60_000
 #: A pace that nothing has confirmed for so long is not known any more, ms.
 STALE_MS = 600_000
+#: What is left of starts long ago, below which they say nothing.
+STARTS_LEAST = 1e-6
 #: Longest estimate that is told; beyond it nobody knows, ms.
 ESTIMATE_MAX_MS = 3_600_000
 #: Bounds of Retry-After, ms: a client that comes sooner is a burden, one that is sent away for longer is lost.
@@ -79,7 +81,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def per_s(self) -> float | None:
         """Requests started a second; None: not known."""
-        return self.starts * 1000 / self.ms if self.starts > 0 else None
+        return self.starts * 1000 / self.ms if self.starts > STARTS_LEAST else None
 
 
 def estimate_ms(place: int, pace: Pace, starting: Starting | None = None) -> int | None:

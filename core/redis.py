@@ -63,7 +63,7 @@ T = TypeVar("T")
 #: Version of every key's layout. It is part of each key, so that two layouts never meet in one key.
 VERSION = "f1"
 
-#: The store's clock, in front of every script. Tests put one in its place that reads a key.
+#: The store's clock, in front of every script. Tests put one in its place that takes the time from the call.
 CLOCK = """local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)

@@ -15,7 +15,7 @@
 | leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms         |
 | rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots left after its last claim; * below |
 | saving    | HASH      | claim, endings          | claim           | worker -> large request it saves KV cache for      |
-| sums      | HASH      | claim, cancel, endings  | beat            | worker -> sum over its claims, 48 bits             |
+| sums      | HASH      | claim, attach, endings  | beat            | worker -> sum over its claims, 48 bits             |
 | nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost       |
 | deadlines | ZSET      | with waiting            | timers          | id -> ms                                           |
 | held      | ZSET      | enqueue                 | timers          | ids that came while no worker was alive            |

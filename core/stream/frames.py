@@ -1,7 +1,7 @@
 """The frame codec: what one engine step sends to one gateway, and what all of it comes to. Pure.
 
     Frame   msgpack map   {v, worker, deltas: [Delta], endings: [Ending], takeovers: [Takeover]}
-    Delta   msgpack array [id, attempt, offset, tokens, text, at, kind, cut]
+    Delta   msgpack array [id, attempt, offset, tokens, text, at, kind, cut, finish]
 
 A worker's frames carry deltas; the queue's scripts send frames with an ending or a takeover. A Delta is an array,
 since there is one for every token streamed; new fields go at its end, with a default, and old readers skip them.
