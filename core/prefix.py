@@ -10,7 +10,7 @@ vLLM hashes each whole block of a prompt together with all before it, so equal h
 the organisation is in the first block, and so in all that follow: no organisation finds another's prefix. A gateway
 computes the same hashes, keeps those at a few fixed depths (`checkpoints`), and asks who holds them.
 
-Promise   an entry is a hint: that a worker began such a request at most HOLD_MS ago. It may have evicted the blocks
+Promise   an entry is a hint: that a worker began such a request at most `hold_ms` ago. It may have evicted the blocks
           since; then it computes them again, and nothing else happens. At most HOLDERS_MAX hashes are kept, and at most
           one call's worth above it; those that expire first go first.
 Dies      worker: its entries expire; the router leaves out who is not alive, and the queue gives what prefers a dead
@@ -31,10 +31,10 @@ from core.redis import Call, scripts, tag
 
 _SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=("holding",), verbs=("hold", "holders"))
 
-#: How long a worker is taken to hold what it computed, ms. A busy cache of 420,000 tokens is replaced in some minute,
-#: and who waits for what is evicted waits for nothing (`forebay bench prefix`: 60 s finds 0.97 of what there is, 300 s
-#: 0.93). An idle engine holds it for longer, which only its own events can tell.
-HOLD_MS = 60_000
+#: How long a worker is taken to hold what it computed, ms: as long as its cache takes to be filled anew
+#: (workers/headroom.py), within these bounds. Who waits for what is evicted waits for nothing (`forebay bench prefix`:
+#: where caches turn over in half a minute, 60 s finds 0.97 of what there is and 300 s 0.93).
+HOLD_MS, HOLD_MAX_MS = 60_000, 900_000
 #: Hashes in one model's index.
 HOLDERS_MAX = 200_000
 #: Workers that one hash names.

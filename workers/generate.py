@@ -25,6 +25,7 @@ from core.telemetry import logs
 from core.values import ANSWERED, Outcome, Request, Usage
 from tasks.runner import Finished, Held, Runner
 from workers.engine import Engine, EngineDead, EngineRefused, Piece
+from workers.headroom import Turnover
 from workers.resume import Plan, Seam, plan
 
 log = logs.get(__name__)
@@ -336,8 +337,10 @@ class Publisher:
 class Generator:
     """The actor `generate`."""
 
-    def __init__(self, engine: Engine, runner: Runner, publisher: Publisher) -> None:
+    def __init__(self, engine: Engine, runner: Runner, publisher: Publisher, *, kv_tokens: int = 0) -> None:
+        """`kv_tokens`: the engine's cache in all; 0: unknown."""
         self.engine, self.runner, self.publisher = engine, runner, publisher
+        self.kv_tokens, self.turnover = kv_tokens, Turnover()
         self.store, self.model = publisher.store, publisher.model
         self.learned: deque[tuple[str, int]] = deque(maxlen=LEARNED_MAX)  #: (key, output tokens) of answers, to be told
         self.dead = asyncio.Event()  #: the engine is gone; the process must end
@@ -371,6 +374,9 @@ class Generator:
             raise
         finally:
             del self._running[key]
+            used = held.usage
+            computed_tokens = used.input_tokens - used.cached_tokens + used.output_tokens
+            self.turnover = self.turnover.after(computed_tokens, time.monotonic())
 
     async def _run(self, request: Request, held: Held, claimed_s: float) -> Finished:
         begun = Plan()
@@ -464,9 +470,17 @@ class Generator:
 
     async def _say_prefix(self, request: Request) -> None:
         try:
-            await self.store.run(prefix.hold(self.model, self.runner.worker, request.prefix))
+            hold_ms = self._hold_ms()
+            await self.store.run(prefix.hold(self.model, self.runner.worker, request.prefix, hold_ms=hold_ms))
         except (*AWAY, RedisError) as e:
             log.warning("prefix_not_held", error=repr(e))
+
+    def _hold_ms(self) -> int:
+        """How long what is computed now stays in the cache, within bounds; the least where that is not known."""
+        if not self.kv_tokens:
+            return prefix.HOLD_MS
+        residency_ms = self.turnover.residency_s(self.kv_tokens, time.monotonic()) * 1000
+        return int(min(max(residency_ms, prefix.HOLD_MS), prefix.HOLD_MAX_MS))
 
 
 class _Course:

@@ -15,6 +15,7 @@ prefill   a new prompt waits for those before it. The backlog flows off at the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,8 @@ OVERRUN_TOKENS = 64
 PREEMPTIONS_MAX = 3
 #: Weight of the newest measurement of the rate of prefill.
 NEWEST = 0.3
+#: How fast a measured turnover forgets, seconds.
+TURNOVER_S = 120.0
 #: No bound; fits what packs the room.
 BOUNDLESS = 2**40
 
@@ -226,3 +229,22 @@ def without(victim: InHand, shape: Shape, stats: EngineStats, in_hand: Iterable[
         [one for one in in_hand if one.id != victim.id],
         replace(prefill, waiting=waiting, backlog_tokens=_bounded(backlog, waiting)),
     )
+
+
+class Turnover(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast an engine fills its KV cache anew: tokens computed, fading over TURNOVER_S."""
+
+    tokens: float = 0.0
+    looked_s: float = 0.0
+
+    def after(self, computed_tokens: int, now_s: float) -> Turnover:
+        """A request has ended, that so many tokens were computed for."""
+        return Turnover(tokens=self._faded(now_s) + computed_tokens, looked_s=now_s)
+
+    def residency_s(self, kv_tokens: int, now_s: float) -> float:
+        """How long what is computed now will be held; infinite while nothing replaces it."""
+        per_s = self._faded(now_s) / TURNOVER_S
+        return kv_tokens / per_s if per_s > 0 else math.inf
+
+    def _faded(self, now_s: float) -> float:
+        return self.tokens * math.exp((self.looked_s - now_s) / TURNOVER_S)

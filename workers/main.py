@@ -226,7 +226,7 @@ class Life:
         runner = self.runner = self._make_runner(intake)
         publisher = Publisher(self.store, runner, self.model.name, buffer_s=self.settings.buffer_s)
         runner.before_back = publisher.put_away
-        generator = Generator(self.engine, runner, publisher)
+        generator = Generator(self.engine, runner, publisher, kv_tokens=self.facts.kv_tokens)
         intake.serve(runner, generator)
         generate: Any = generator.generate  # Dramatiq's types know no bound coroutine
         dramatiq.Actor(

@@ -12,6 +12,7 @@ import redis
 from redis.crc import key_slot
 
 from core.redis import AWAY, NOW_MS, AsyncStore, Call, Script, Store, command, listener, tag
+from core.stream.log import log_step, publish
 from ops import stores
 from tests.conftest import on_loop
 
@@ -129,6 +130,23 @@ async def test_so_it_is_on_asyncio() -> None:
     with pytest.raises(AWAY):
         await store.run_all([NOW_MS])
     await store.close()
+
+
+@on_loop
+async def test_a_step_is_published_at_the_node_that_logs_it(tmp_path: Path) -> None:
+    """There the pipeline's order holds; another node might publish it before it is in the log."""
+    cluster = stores.start_cluster(tmp_path)
+    store, side = AsyncStore.connect(cluster.url), Store.connect(cluster.url)
+    for _ in range(20):
+        await store.run_all([log_step("m", "w", [b"f"]), publish("m", "g", b"f")])
+
+    home = side.client.get_node_from_key(tag("m")).port
+    counts = {node.port: redis.Redis(port=node.port).info("commandstats") for node in side.client.get_primaries()}
+    published = {port: count["cmdstat_publish"]["calls"] for port, count in counts.items() if "cmdstat_publish" in count}
+    assert published == {home: 20}
+    await store.close()
+    side.close()
+    cluster.stop()
 
 
 @pytest.mark.timeout(120)

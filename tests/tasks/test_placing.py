@@ -144,6 +144,19 @@ def test_only_the_worker_that_holds_the_prefix_is_woken(bench: Bench) -> None:
     assert bench.valkey.exists(bench.key("wake"))
 
 
+def test_who_passes_a_request_over_wakes_another_once(bench: Bench) -> None:
+    """It took the marker; whoever has the room for it would sleep on."""
+    bench.put("a", need_tokens=100)
+    bench.valkey.delete(bench.key("wake"))
+
+    bench.claim("small", kv_tokens=50)
+    assert bench.valkey.exists(bench.key("wake"))
+
+    bench.valkey.delete(bench.key("wake"))
+    bench.claim("small", kv_tokens=50)
+    assert not bench.valkey.exists(bench.key("wake")), "it looks again and again"
+
+
 # --- what is too large for now
 
 
@@ -208,6 +221,18 @@ def test_what_no_worker_could_ever_hold_is_ended_and_not_kept_waiting_for_ever(b
         bench.claim("w1", **small)
     ending = bench.ending("large")
     assert (ending.outcome, ending.attempt) == ("failed", 0) and "too large" in ending.message
+
+
+def test_what_a_busy_worker_could_hold_waits_for_it_however_often_others_pass_it_over(bench: Bench) -> None:
+    bench.claim("large", kv_tokens=500, total_kv_tokens=500)  # and it runs something long, and claims no more
+    bench.put("a", need_tokens=100)
+    for _ in range(150):
+        bench.claim("small", kv_tokens=50, total_kv_tokens=99)
+        bench.beat("large")
+        bench.wait(1000)
+
+    assert bench.seen("a").state == "waiting"
+    assert bench.claim("large", kv_tokens=500, total_kv_tokens=500) == ["a"]
 
 
 def test_one_worker_saves_for_one_request(bench: Bench) -> None:

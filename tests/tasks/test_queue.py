@@ -279,6 +279,34 @@ def test_after_the_grace_the_dead_are_reaped(store: Store, queue: Queue, clock: 
     assert [c.attempt for c in claim(store, queue, "w2")] == [2]
 
 
+def test_beats_that_come_seldom_are_no_silence_of_the_store(
+    store: Store, queue: Queue, clock: Clock, valkey: redis.Redis
+) -> None:
+    """With the CPU engine's lease a lone worker beats every two seconds; the dead must be reaped all the same."""
+    store.run(queue.enqueue(task("a")))
+    for worker in ("dead", "alive"):
+        store.run(queue.claim(worker, 1, lease_ms=10_000, nonce=worker))
+
+    for _ in range(6):
+        clock.advance(2000)
+        store.run(queue.beat("alive", [], lease_ms=10_000))
+
+    assert [(c.id, c.attempt) for c in claim(store, queue, "w2")] == [("a", 2)]
+
+
+def test_a_clock_that_is_set_back_keeps_no_dead_worker_alive(store: Store, queue: Queue, clock: Clock) -> None:
+    """Such as that of a replica that takes over."""
+    store.run(queue.enqueue(task("a")))
+    claim(store, queue)
+    clock.advance(20_000)
+    store.run(queue.tick())
+
+    clock.advance(-3_600_000)
+    wait_for(store, queue, clock, 2 * LEASE_MS + 1000)
+
+    assert [(c.id, c.attempt) for c in claim(store, queue, "w2")] == [("a", 2)]
+
+
 def test_cancelling_what_waits_costs_no_engine_work(store: Store, queue: Queue, valkey: redis.Redis) -> None:
     store.run(queue.enqueue(task("a")))
 
@@ -359,6 +387,25 @@ def test_a_request_that_the_store_forgot_is_taken_up_again(store: Store, queue: 
     assert [(c.id, c.attempt) for c in claim(store, queue, want=9)] == [("goes on", 3), ("unseen", 2)]
     [seen] = store.run(queue.watch("g", ["seeded"])).seen
     assert seen.ending is not None and (seen.ending.outcome, seen.ending.attempt) == ("worker_lost", 1)
+
+
+def test_what_a_newer_release_writes_into_a_row_disturbs_nobody_and_is_kept(bench: Bench) -> None:
+    """Two releases side by side: this one reads over fields that it does not know, and writes them back."""
+    bench.put("a", gateway="g", owner="o")
+    for _ in range(2):
+        row = bench.row("a") | {"novelty": "x", "novelties": [1, {"y": 2}]}
+        bench.valkey.hset(bench.key("rows"), "a", msgspec.msgpack.encode(row))
+        claim = bench.take()
+        assert bench.row("a")["novelty"] == "x" and bench.row("a")["novelties"] == [1, {"y": 2}]
+        assert bench.beat(claims=[claim]).claims is None
+        assert bench.attach("a", "g", "o").state == "running"
+        bench.die()
+
+    assert bench.finish(bench.take())
+    assert bench.ending("a").outcome == "completed"
+    ended = bench.row("a")
+    bench.valkey.hset(bench.key("rows"), "a", msgspec.msgpack.encode(ended | {"novelty": "x"}))
+    assert bench.ending("a").outcome == bench.attach("a", "g", "o").ending.outcome == "completed"  # type: ignore[union-attr]
 
 
 def test_nothing_is_left_when_everything_has_ended_and_is_forgotten(

@@ -321,6 +321,23 @@ async def test_a_time_limit_of_the_message_or_the_actor_ends_the_task(bench: Ben
     assert bench.marks == ["task began", "task stopped"]
 
 
+@on_loop
+async def test_a_thousand_time_limits_take_no_place_away(bench: Bench) -> None:
+    """Each frees what it held: sixteen places are sixteen places afterwards."""
+    actor = bench.waiter()
+    async with bench.make(room=16):
+        with capture_logs():
+            for n in range(1000):
+                bench.send(actor, f"t{n}", time_limit=5)
+            await bench.until(lambda: bench.side.client.xlen(bench.queue.prefix + "usage") == 1000)
+        assert not bench.runner.held and bench.runner.room() == 16
+        for _ in range(16):
+            bench.send(actor)
+        await bench.until(lambda: len(bench.runner.held) == 16)
+
+    assert all(bench.marks.count(f"t{n} stopped") == 1 for n in range(1000))
+
+
 @pytest.mark.parametrize("unfit", [TimeLimit, ShutdownNotifications, AsyncIO])
 def test_middleware_that_works_on_threads_is_refused_at_once(unfit: type[Middleware], bench: Bench) -> None:
     bench.broker.add_middleware(unfit())
@@ -476,6 +493,23 @@ async def test_a_task_that_another_worker_has_is_stopped_and_not_ended(bench: Be
         assert bench.side.run(bench.queue.finish("w2", theirs, Outcome.COMPLETED, Usage()))
 
     assert outcomes(valkey) == [(task, "completed")]
+
+
+@on_loop
+async def test_a_task_that_comes_back_to_its_worker_before_that_knows_it_was_lost_begins_anew_at_once(
+    bench: Bench, valkey: redis.Redis
+) -> None:
+    """It slept past its lease, was reaped, and is the only worker: its next claim brings its own tasks."""
+    async with bench.make(room=2):
+        task = bench.send(bench.waiter())
+        await bench.marked("task began")
+        bench.side.run(bench.queue.tick("w"))
+        await bench.until(lambda: bench.marks == ["task began", "task stopped", "task began"])
+        assert [held.claim.attempt for held in bench.runner.held.values()] == [2]
+        bench.side.run(bench.queue.cancel(task))
+        ending = await bench.ending(task)
+
+    assert (ending.outcome, ending.attempt) == ("cancelled", 2)
 
 
 @on_loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, cast
 
 import dramatiq
@@ -24,6 +24,7 @@ from tasks.broker import QueueBroker
 from tasks.queue import Queue, generation
 from tasks.runner import IDLE_S, Runner
 from tests.conftest import PATIENCE_S, on_loop
+from workers.engine import Piece
 from workers.generate import BUFFER_BYTES, Generator, Publisher
 from workers.scripted import ScriptedEngine, script_seed, scripted_tokens
 
@@ -442,6 +443,30 @@ async def test_when_the_engine_dies_its_requests_go_back_to_the_queue(worker: Wo
 
     [seen] = worker.side.run(worker.queue.watch("g", ["a"])).seen
     assert (seen.state, seen.ending) == ("waiting", None)
+
+
+@on_loop
+async def test_an_engine_that_breaks_in_the_middle_fails_that_request_alone_and_after_its_tokens(worker: Worker) -> None:
+    """What was made is delivered and saved before the ending says that it failed; nothing of it stays behind."""
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make():
+            generate = worker.engine.generate
+
+            async def breaks(asked: Request, cut: int = 0) -> AsyncGenerator[Piece]:
+                async for piece in generate(asked, cut):
+                    if asked.id == "bad" and worker.runner.held["bad"].usage.output_tokens >= 5:
+                        raise RuntimeError("a decoder broke")
+                    yield piece
+
+            worker.engine.generate = breaks  # type: ignore[method-assign]
+            worker.send(request("bad"), request("good", n=60))
+            bad, good = await gateway.ending("bad"), await gateway.ending("good")
+            assert gateway.tokens("bad") == scripted_tokens(7, 5)
+            assert list(worker.output("bad").tokens) == scripted_tokens(7, 5)
+            await worker.until(lambda: not (worker.runner.held or worker.publisher._streams))
+
+    assert (bad.outcome, bad.message, bad.usage.output_tokens) == ("failed", "a decoder broke", 5)
+    assert (good.outcome, gateway.tokens("good")) == ("length", scripted_tokens(7, 60))
 
 
 # --- the store is away

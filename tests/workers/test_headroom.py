@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import assume, given
 from msgspec.structs import replace as changed
 
@@ -17,6 +19,7 @@ from workers.headroom import (
     InHand,
     Prefill,
     Shape,
+    Turnover,
     advance,
     again_s,
     free_kv_tokens,
@@ -288,3 +291,21 @@ def test_a_victim_in_the_middle_of_its_prompt_takes_its_backlog_along() -> None:
     assert not headroom(SHAPE, IDLE, [bulk], prefill).idle
 
     assert without(bulk, SHAPE, IDLE, [bulk], prefill).idle
+
+
+@given(st.floats(1.0, 10_000.0), st.floats(1_000.0, 1e6))
+def test_what_is_computed_is_held_as_long_as_it_takes_to_fill_the_cache_anew(per_s: float, kv_tokens: float) -> None:
+    """A steady load for ten times the memory: the residency is the cache's size over the rate."""
+    turnover, now_s = Turnover(), 0.0
+    for _ in range(1200):
+        now_s += 1.0
+        turnover = turnover.after(round(per_s), now_s)
+
+    expected_s = kv_tokens / max(round(per_s), 1)
+    assert turnover.residency_s(int(kv_tokens), now_s) == pytest.approx(expected_s, rel=0.05)
+
+
+def test_an_idle_engine_keeps_what_it_has() -> None:
+    assert Turnover().residency_s(1000, 5.0) == math.inf
+    busy = Turnover().after(10_000, 0.0)
+    assert busy.residency_s(1000, 600.0) > 10 * busy.residency_s(1000, 0.0)
