@@ -36,6 +36,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisClusterException,
     RedisError,
+    ResponseError,
     SlotNotCoveredError,
     TryAgainError,
 )
@@ -334,13 +335,22 @@ def _nodes(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
     return nodes, {**options[0], **({"ssl": True} if secure else {})}
 
 
+#: How errors begin by which a store says that it cannot write, or answer, for now.
+_UNABLE = ("NOREPLICAS", "MISCONF", "BUSY ")
+
+
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """A cluster none of whose nodes answers is a store that is away. redis-py has no error of its own for that."""
+    """A cluster none of whose nodes answers is a store that is away, and so is one that cannot do what it is asked for
+    now: it has lost its replicas, its disk, or runs somebody's script. redis-py has no errors of its own for these."""
     try:
         yield
     except RedisClusterException as e:
         if isinstance(e, SlotNotCoveredError) or "cannot be connected" in str(e):
+            raise RedisConnectionError(str(e)) from e
+        raise
+    except ResponseError as e:
+        if str(e).startswith(_UNABLE):
             raise RedisConnectionError(str(e)) from e
         raise
 
@@ -362,7 +372,8 @@ def listener(url: str) -> redis.Redis:
 
 def _raised(raw: Any) -> Any:
     if isinstance(raw, Exception):
-        raise raw
+        with _told_plainly():
+            raise raw
     return raw
 
 

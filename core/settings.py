@@ -45,6 +45,8 @@ class Settings(BaseModel):
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing
     pepper: str = ""  #: secret that API keys are hashed with; empty: `secrets/pepper` in the data folder
     salt: str = ""  #: secret that cache salts are derived from; empty: `secrets/salt` in the data folder
+    tally: Path | None = None  #: where the scripted engine writes down whose tokens it makes, for who checks tokens
+    traces: Path = Path("../shared/traces")  #: public traces of requests, which some benches replay
     supervised: bool = False  #: set by our supervisor: end when it is gone
     engine_of: str = ""  #: set by the host's agent: whose worker, and whose engine's processes, these are
 

@@ -1,34 +1,34 @@
 """The queue of one model: what waits, who has what, how it ends. One hash tag a model; every key begins `f1:{model}:`.
 
-| key       | type      | writer                  | reader          | holds                                              |
-|-----------|-----------|-------------------------|-----------------|----------------------------------------------------|
-| waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|preferred|id`, score 0       |
-| tenants   | ZSET      | with waiting, service   | claim           | `class|tenant` by class, then service              |
-| service   | HASH      | claim, beat, finish     | with tenants    | tenant -> virtual tokens it was served             |
-| depths    | HASH      | with waiting            | enqueue         | tenant, `tenant|tokens` -> what it has waiting     |
-| due       | ZSET      | with waiting            | claim           | id -> since when its wait is too long, ms          |
-| rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, …       |
-| tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)                  |
-| body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest             |
-| view:<id> | STRING    | enqueue; finish, cancel | web             | how to show the stream again; FORGET_MS past its end |
-| claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                        |
-| leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms         |
-| rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots left after its last claim; * below |
-| saving    | HASH      | claim, endings          | claim           | worker -> large request it saves KV cache for      |
-| sums      | HASH      | claim, attach, endings  | beat            | worker -> sum over its claims, 48 bits             |
-| nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost       |
-| deadlines | ZSET      | with waiting            | timers          | id -> ms                                           |
-| held      | ZSET      | enqueue                 | timers          | ids that came while no worker was alive            |
-| delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                          |
-| forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms                  |
-| dead      | ZSET      | endings, mend           | mend            | dead letter -> when it was given up, ms            |
-| letters   | HASH      | with dead               | mend            | id -> msgpack map: row, message, reason; a week    |
-| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals                    |
-| wake      | ZSET      | enqueue, claim, endings | idle workers    | one marker; carries no data, may be lost           |
-| wake:<w>  | ZSET      | enqueue                 | that worker     | the same, for what prefers it; TTL 60 s            |
-| gateways  | ZSET      | watch, enqueue, attach  | timers          | gateway -> when what is open there is orphaned, ms |
-| homes     | ZSET, lex | enqueue, attach, ends   | timers          | `gateway|id` of open requests                      |
-| usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts                |
+| key       | type      | writer                  | reader          | holds                                            |
+|-----------|-----------|-------------------------|-----------------|--------------------------------------------------|
+| waiting   | ZSET, lex | enqueue, claim, endings | claim, watch    | `class|tenant|arrival|preferred|id`, score 0     |
+| tenants   | ZSET      | with waiting, service   | claim           | `class|tenant` by class, then service            |
+| service   | HASH      | claim, beat, finish     | with tenants    | tenant -> virtual tokens it was served           |
+| depths    | HASH      | with waiting            | enqueue         | tenant, `tenant|tokens` -> what it has waiting   |
+| due       | ZSET      | with waiting            | claim           | id -> since when its wait is too long, ms        |
+| rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, …     |
+| tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)                |
+| body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest           |
+| view:<id> | STRING    | enqueue; finish, cancel | web             | how to show it again; FORGET_MS past its end     |
+| claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                      |
+| leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms       |
+| rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots left after its last claim *      |
+| saving    | HASH      | claim, endings          | claim           | worker -> large request it saves KV cache for    |
+| sums      | HASH      | claim, attach, endings  | beat            | worker -> sum over its claims, 48 bits           |
+| nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost     |
+| deadlines | ZSET      | with waiting            | timers          | id -> ms                                         |
+| held      | ZSET      | enqueue                 | timers          | ids that came while no worker was alive          |
+| delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                        |
+| forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms                |
+| dead      | ZSET      | endings, mend           | mend            | dead letter -> when it was given up, ms          |
+| letters   | HASH      | with dead               | mend            | id -> msgpack map: row, message, reason; a week  |
+| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals                  |
+| wake      | ZSET      | enqueue, claim, endings | idle workers    | one marker; carries no data, may be lost         |
+| wake:<w>  | ZSET      | enqueue                 | that worker     | the same, for what prefers it; TTL 60 s          |
+| gateways  | ZSET      | watch, enqueue, attach  | timers          | gateway -> when what is open there is lost, ms   |
+| homes     | ZSET, lex | enqueue, attach, ends   | timers          | `gateway|id` of open requests                    |
+| usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts              |
 
 * less than 0 when something did not fit: it is busy for the moment. 0 also when it saves KV cache, or preempts.
 
@@ -64,7 +64,8 @@ _KEYS = (
     "letters",
 )  # fmt: skip
 _VERBS = (
-    "enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "attach", "logs_of", "mend", "tick",
+    "enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "attach", "logs_of", "mend",
+    "tick",
 )  # fmt: skip
 _SCRIPTS = scripts(
     Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS, last="settle()"

@@ -261,8 +261,11 @@ class Runner:
         await self.blocking.run(command("BZPOPMIN", *keys, wait_s, reply=bool))
 
     def _start(self, claim: Claim) -> None:
-        if claim.id in self.held:  # told again after a lost reply that was not lost
-            return
+        known = self.held.get(claim.id)
+        if known is not None:
+            if known.claim.attempt >= claim.attempt:  # told again after a lost reply that was not lost
+                return
+            self.let_go(claim.id, "fenced")  # it was lost, and is back before we knew
         held = self.held[claim.id] = Held(claim)
         held.task = asyncio.create_task(self._work(held))
 

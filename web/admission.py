@@ -144,7 +144,7 @@ class Admission:
             if found is None or found.caller.key_id != caller.key_id or found.dialect != dialect:
                 raise _absent(request_id)
             seen = self._seen(found.model, request_id)
-            [output] = self.subscriber.filler.found(found.model, [request_id])
+            output = self.subscriber.filler.read(found.model, request_id)
         except AWAY:
             raise StoreDown from None
         if seen.state == "unknown":

@@ -367,9 +367,23 @@ class Stream:
         """Its reader has gone and may come back: tokens and text are kept, events are not."""
         with self._lock:
             self.over = self._read = False
+            self._forget_events()
             if self._filling:  # a stream that is over is not filled
                 self._lost(self)
             self._settle()
+
+    def _forget_events(self) -> None:
+        """But the last, which may be what tells its reader to go."""
+        last: Event | None = None
+        while not self._events.empty():
+            last = self._events.get()
+        if last is not None:
+            self._events.put(last)
+
+    def fail(self, error: ForebayError) -> None:
+        """It cannot go on, for whatever reader."""
+        with self._lock:
+            self._fail(error)
 
     def _fail(self, error: ForebayError) -> None:
         self.failed = True

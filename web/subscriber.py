@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -53,6 +54,8 @@ PAUSE_S = 0.1
 ABANDONED_MAX = 10_000
 #: Streams that go on without a reader, for it to come back. Past it the oldest is cancelled.
 LINGERING_MAX = 1_000
+#: A lingering stream that a client comes back to is kept at least so long: longer than the store is asked, seconds.
+HOLD_ON_S = 5.0
 #: Pauses between the tries to fill a gap, seconds: what was logged is there at the first. Only tries that the store
 #: answered count. After the last the stream ends with an error.
 FILL_PAUSES_S = (0.25, 1.0)
@@ -107,23 +110,16 @@ class Subscriber:
         Raises:
           AWAY: the store is.
         """
-        before = self.streams.get(request.id)
-        if before is not None and before.accepted and before.request.caller.key_id != request.caller.key_id:
-            return None
-        stream = Stream(request, self.filler.ask, attached=True)
-        stream.view = view
-        self._register(stream)  # before the worker learns of it, so that no frame comes too early
-        try:
-            seen = self.store.run(self.queues[request.model].attach(request.id, request.caller.key_id, self.gateway))
-        except BaseException:
-            self._put_back(stream, before)
-            raise
+        self._hold_on(self.streams.get(request.id))
+        seen = self.store.run(self.queues[request.model].attach(request.id, request.caller.key_id, self.gateway))
         if seen.state == "unknown":
-            self._put_back(stream, before)
             return None
-        if before is not None:
+        if (before := self.streams.get(request.id)) is not None:
             self._lingering.pop(before, None)
             before.move()
+        # What came before this is in the log, from which it is filled; an ending the watch will find.
+        stream = self._register(Stream(request, self.filler.ask, attached=True))
+        stream.view = view
         stream.accepted = True
         stream.fence(seen.attempt)
         self._saw(stream, seen)
@@ -162,12 +158,10 @@ class Subscriber:
         metrics.stream_open.set(len(self.streams))
         return stream
 
-    def _put_back(self, stream: Stream, before: Stream | None) -> None:
-        """The attach failed: whoever had the stream here keeps it. What it missed meanwhile is a gap, and is filled."""
-        if self.streams.get(stream.request.id) is stream:
-            del self.streams[stream.request.id]
-            if before is not None:
-                self._register(before)
+    def _hold_on(self, before: Stream | None) -> None:
+        """Its client is back: let it not be cancelled while the store is asked."""
+        if before in self._lingering:
+            self._lingering[before] = max(self._lingering[before], time.monotonic() + HOLD_ON_S)
 
     def _drop(self, stream: Stream) -> None:
         del self.streams[stream.request.id]
@@ -277,10 +271,7 @@ class Subscriber:
             for stream in list(self.streams.values()):
                 stream.keep_alive(now_s)
             self.end_lingerers(now_s)
-            try:
-                self.watch()
-            except (*AWAY, RedisError) as e:
-                log.warning("watch_failed", error=repr(e))
+            self.watch()
 
     def end_lingerers(self, now_s: float) -> None:
         """Let go of streams that nobody came back for, and of those that ended or moved meanwhile."""
@@ -290,14 +281,24 @@ class Subscriber:
 
     def watch(self) -> None:
         """Renew this gateway's lease at every queue, ask after every open request, cancel what could not be cancelled
-        before, and send an echo to ourselves."""
+        before, and send an echo to ourselves. Each model for itself: the node of one may be away."""
+        failed: Exception | None = None
+        for look in (self._echo, *(partial(self._watch_model, model) for model in self.queues), self._cancel_abandoned):
+            try:
+                look()
+            except (*AWAY, RedisError) as e:
+                failed = e
+        if failed is not None:
+            log.warning("watch_failed", error=repr(failed))
+
+    def _echo(self) -> None:
         self.store.run(publish(next(iter(self.queues)), self.gateway, _ECHO))
         self._echoed_s = time.monotonic()
-        for model in self.queues:
-            self._watch_model(model)
+
+    def _cancel_abandoned(self) -> None:
         for request_id, model in list(self._abandoned.items()):
             self.store.run(self.queues[model].cancel(request_id, self.gateway))
-            del self._abandoned[request_id]
+            self._abandoned.pop(request_id, None)
 
     def _watch_model(self, model: str) -> None:
         streams = [s for s in list(self.streams.values()) if s.accepted and s.request.model == model]
@@ -340,7 +341,7 @@ class Subscriber:
         request = stream.request
         log.warning("request_forgotten", request_id=request.id, delivered_tokens=len(stream.tokens))
         if stream.attached:
-            stream.break_off(RequestFailed("The queue lost this request. Please retry."))
+            stream.fail(RequestFailed("The queue lost this request. Please retry."))
             return
         shown = bool(stream.tokens)
         if shown and not stream.put_back:
@@ -351,6 +352,15 @@ class Subscriber:
         task = generation(request, stream.view)
         again = self.store.run(self.queues[request.model].enqueue(task, attempt=stream.attempt, shown=shown))
         stream.put_back = again.status == "full"
+
+
+@dataclass(eq=False)
+class Reading:
+    """Of the output of several requests, for whoever asks before it begins."""
+
+    ids: list[str] = field(default_factory=list)
+    outputs: dict[str, Output] = field(default_factory=dict)
+    failed: Exception | None = None
 
 
 @dataclass
@@ -368,6 +378,9 @@ class Filler:
     def __init__(self, store: Store, queues: Mapping[str, Queue]) -> None:
         self.store, self.queues = store, queues
         self.gaps: dict[Stream, Gap] = {}  #: at most one for every open stream
+        self._readings: dict[str, Reading] = {}  #: model -> the next one
+        self._joining = threading.Lock()
+        self._turns = {model: threading.Lock() for model in queues}  #: one reading of a model at a time
         self._asked: queue.SimpleQueue[Stream] = queue.SimpleQueue()
 
     def ask(self, stream: Stream) -> None:
@@ -419,6 +432,37 @@ class Filler:
         else:
             log.error("stream_gap_stays", request_id=stream.request.id, tokens=len(stream.tokens))
             stream.give_up()
+
+    def read(self, model: str, request_id: str) -> Output:
+        """A request's output as it is now. Those who ask while others are served share the next reading: a log is that
+        of a whole batch, and when a gateway has died, all its clients ask at once.
+
+        Raises:
+          AWAY: the store is.
+        """
+        with self._joining:
+            reading = self._readings.get(model)
+            if reading is None or len(reading.ids) >= FILL_MAX:
+                reading = self._readings[model] = Reading()
+            reading.ids.append(request_id)
+        with self._turns[model]:
+            if reading.failed is not None:
+                raise reading.failed
+            if not reading.outputs:
+                self._read(model, reading)
+        return reading.outputs[request_id]
+
+    def _read(self, model: str, reading: Reading) -> None:
+        with self._joining:
+            if self._readings.get(model) is reading:
+                del self._readings[model]
+        try:
+            for output in self.found(model, reading.ids):
+                reading.outputs[output.request_id] = output
+                time.sleep(0)  # the pump's turn
+        except Exception as e:
+            reading.failed = e
+            raise
 
     def found(self, model: str, ids: Sequence[str]) -> Iterator[Output]:
         """The output of each request, read now and put together one by one. Logs are read before what is saved:

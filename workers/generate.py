@@ -372,6 +372,10 @@ class Generator:
             elif held.let_go != "handed back":
                 self.publisher.forget(held)
             raise
+        except Exception:  # the runner tells of it; what was made until then goes before that, and nothing stays here
+            held.ended = True
+            await self.publisher.close(held)
+            raise
         finally:
             del self._running[key]
             used = held.usage

@@ -76,7 +76,7 @@ def engine_for(settings: Settings, model: Model) -> Engine:
     if settings.engine == "scripted":
         from workers.scripted import ScriptedEngine
 
-        return ScriptedEngine(model)
+        return ScriptedEngine(model, settings.tally)
     from workers.vllm.engine import VllmEngine
 
     ping_s = min(hung_after_s(model, on_cpu=on_cpu(settings)) / 2, 10.0)

@@ -8,11 +8,13 @@ themselves; only the time of a step is made up, from the catalogue's profile.
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import Path
 
 from core.catalog import Model
 from core.values import Request
@@ -136,8 +138,10 @@ class _Run:
 class ScriptedEngine:
     """The Engine protocol over made-up tokens. One task steps while anything runs."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, tally: Path | None = None) -> None:
+        """`tally`: a folder; a file there gets the ids of each step's requests, before anybody has its tokens."""
         self._model = model
+        self._tally = open(tally / str(os.getpid()), "ab", buffering=0) if tally else None
         self._running: dict[_Run, None] = {}
         self._waiting: deque[_Run] = deque()
         self._told: list[Callable[[], None]] = []
@@ -234,6 +238,8 @@ class ScriptedEngine:
 
     async def _step(self) -> None:
         await self._pass_time(self._admit())
+        if self._tally is not None:
+            self._tally.write("".join(f"{run.id}\n" for run in self._running).encode())
         for run in list(self._running):
             run.advance()
             if run.finish is not None:

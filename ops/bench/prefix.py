@@ -33,6 +33,7 @@ from typing import Any
 
 import redis
 
+from core import settings
 from core.catalog import EngineKnobs, Model, StepProfile
 from core.prefix import HOLD_MS, chain, checkpoints, depths, hold, holders
 from core.redis import Call, Store, command
@@ -145,8 +146,7 @@ def read(name: str, requests: int) -> list[Prompt]:
     Raises:
       BenchFailed: it is not there.
     """
-    folder = Path(os.environ.get("FOREBAY_TRACES") or "../shared/traces")
-    path = folder / f"mooncake_{name}.jsonl"
+    path = settings.read(os.environ).traces / f"mooncake_{name}.jsonl"
     try:
         with path.open() as lines:
             rows = [json.loads(line) for line in itertools.islice(lines, requests)]

@@ -33,6 +33,7 @@ class Tokens:
     emitted: int  #: by engines, all attempts
     billed: int
     relayed: int  #: to its client
+    left: bool = False  #: its client went away before the end, whether or not the engine had come to it
 
 
 @dataclass
@@ -47,21 +48,31 @@ class Ledger:
             self.faults.append(said)
 
 
-def check(store: Store, queue: Queue, sent: Iterable[str], tokens: Mapping[str, Tokens] | None = None) -> Ledger:
-    """Compare what was sent with what the store says: when nothing is open any more, before usage is collected."""
+def check(
+    store: Store,
+    queue: Queue,
+    sent: Iterable[str],
+    tokens: Mapping[str, Tokens] | None = None,
+    entries: Mapping[str, int] | None = None,
+) -> Ledger:
+    """Compare what was sent with what the store says, when nothing is open any more. `entries`: the usage entries of
+    each request, where they have been collected; without, they are still in the store."""
     ledger = Ledger()
     sent = set(sent)
-    _endings(ledger, store, queue, sent)
+    _endings(ledger, store, queue, sent, _entries(store, queue) if entries is None else entries)
     _left(ledger, store, queue)
     for request_id, counted in (tokens or {}).items():
         _tokens(ledger, store, queue, request_id, counted)
     return ledger
 
 
-def _endings(ledger: Ledger, store: Store, queue: Queue, sent: set[str]) -> None:
-    """One terminal record and one usage entry for each; none for anything else."""
+def _entries(store: Store, queue: Queue) -> Counter[str]:
     usage = command("XRANGE", queue.prefix + "usage", "-", "+", reply=list)
-    entries = Counter(fields[b"id"].decode() for _, fields in store.run(usage))
+    return Counter(fields[b"id"].decode() for _, fields in store.run(usage))
+
+
+def _endings(ledger: Ledger, store: Store, queue: Queue, sent: set[str], entries: Mapping[str, int]) -> None:
+    """One terminal record and one usage entry for each; none for anything else."""
     ledger.fault(
         any(count > 1 for count in entries.values()), f"ended twice: {[i for i, n in entries.items() if n > 1]}"
     )
@@ -92,7 +103,9 @@ def _tokens(ledger: Ledger, store: Store, queue: Queue, request_id: str, counted
     said = f"{request_id} ({ending.outcome}): {counted}"
     ledger.fault(not counted.relayed <= counted.emitted, f"more relayed than emitted, {said}")
     ledger.fault(not counted.billed <= counted.emitted, f"more billed than emitted, {said}")
-    if ending.outcome in ANSWERED:
+    if ending.outcome in ANSWERED and counted.left:
+        ledger.fault(counted.relayed > counted.billed, f"an answer is billed as it was made, {said}")
+    elif ending.outcome in ANSWERED:
         ledger.fault(counted.relayed != counted.billed, f"an answer is billed as it was shown, {said}")
     elif ending.outcome not in CUT_OFF:
         ledger.fault(counted.billed > 0, f"billed for nothing, {said}")

@@ -10,6 +10,7 @@ if ARGV[4] == '' then
   if call('ZCARD', WAITING) > 0 then wake() end -- it may have taken the marker while it left
   return { 1, 9 }
 end
+hear()
 note('lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
 timers(64)
@@ -26,7 +27,9 @@ local first = call('ZRANGE', TENANTS, 0, 0)[1]
 local urgent = first and tonumber(string.match(first, '^%d')) or 9
 if sum_of(worker) == tonumber(ARGV[4]) then return { 1, urgent } end
 local reply = { 0, urgent }
-for _, id in ipairs(claims_of(worker, 4096)) do
+local ids = claims_of(worker, 4096)
+look_up(ids)
+for _, id in ipairs(ids) do
   local row = row_of(id)
   reply[#reply + 1] = id
   reply[#reply + 1] = row.attempt

@@ -7,6 +7,7 @@
 --        trail: the worker whose log holds what was delivered and is not saved ('' : none)
 -- Repeat: with the same nonce the same claims are told again, and none is taken.        cost O(wanted log n)
 local worker, wanted, lease_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+hear()
 note('lease_ms', lease_ms)
 call('ZADD', LEASES, now + lease_ms, worker)
 timers(16)
@@ -70,7 +71,7 @@ while #taken <= wanted do
 end
 many('ZADD', CLAIMS, claims)
 for id, row in pairs(room.too_large) do
-  if row.state == 'waiting' then conclude(id, row, 'failed', NOTHING, 'it is too large for every worker that is there') end
+  if row.state == 'waiting' then conclude(id, row, 'failed', NOTHING, 'it is too large for every worker there is') end
 end
 -- A full worker (`below`) has no room; one that passed something over is only busy: below 0.
 call('HSET', ROOMS, worker, room.below < 9 and 0 or room.passed < 9 and 0 - room.slots or room.slots)

@@ -58,7 +58,7 @@ local function back(id, row, message)
   release(id, row)
   -- Whose log holds what was delivered and is not saved yet. Who delivers has saved all before it (deliver.lua).
   if row.first_ms > 0 then row.trail = row.worker end
-  row.worker, row.first_ms, row.passed_ms = '', 0, 0
+  row.worker, row.first_ms, row.passed_ms, row.refused = '', 0, 0, ''
   be_patient(row)
   join(id, row)
   keep(id, row)
@@ -92,6 +92,7 @@ end
 -- A worker is gone. Takes back at most `limit` claims; returns whether none is left. `died`: each counts as a loss.
 local function bury(worker, limit, died)
   local ids = claims_of(worker, limit)
+  look_up(ids)
   for _, id in ipairs(ids) do
     local row = row_of(id)
     if died then
@@ -125,10 +126,21 @@ local function orphan(gateway, limit)
   if #homes < limit then call('ZREM', GATEWAYS, gateway) end
 end
 
--- After a silence of everybody the store was away: every lease gets its full time again before any is reaped.
+-- The store's clock was set back, as when another primary takes over: no lease may last the longer for it.
+local function set_back(by_ms)
+  for _, key in ipairs({ LEASES, GATEWAYS }) do
+    for _, name in ipairs(call('ZRANGE', key, 0, -1)) do call('ZINCRBY', key, 0 - by_ms, name) end
+  end
+end
+
+-- Called before a lease is renewed. After a silence of everybody the store was away: every lease gets its full time
+-- again before any is reaped.
 local function hear()
-  local last = tonumber(call('HGET', COUNTERS, 'heard_ms') or now)
-  if now - last > SILENCE_MS then note('mercy_ms', now + math.max(counter('lease_ms'), MERCY_MS)) end
+  local last, lease_ms = tonumber(call('HGET', COUNTERS, 'heard_ms') or now), counter('lease_ms')
+  if now < last then set_back(last - now) end
+  if now < last or now - last > math.max(SILENCE_MS, lease_ms / 2) then
+    note('mercy_ms', now + math.max(lease_ms, MERCY_MS))
+  end
   note('heard_ms', now)
 end
 
@@ -146,7 +158,6 @@ end
 
 -- Bounded housekeeping, run inside every claim, beat, watch and tick: nothing in the queue waits for a timer process.
 local function timers(limit)
-  hear()
   if call('ZCARD', LEASES) > 0 then release_held(limit) end
   for _, id in ipairs(call('ZRANGEBYSCORE', DELAYS, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', DELAYS, id)

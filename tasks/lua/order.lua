@@ -107,22 +107,36 @@ local function could_hold(row, room) -- were it alone
   return (room.total_kv < 0 or row.need <= room.total_kv) and (room.context < 0 or row.most <= room.context)
 end
 
+-- Larger than this worker. It ends when for TOO_LARGE_MS that was so of every worker that is there: who is full does not
+-- look, and may yet hold it.
+local function refuse(id, row, room)
+  local name = '|' .. room.worker .. '|'
+  if not string.find(row.refused, name, 1, true) then
+    row.refused, row.refused_ms = row.refused .. name, now
+    keep(id, row)
+  elseif row.saver == '' and now - row.refused_ms >= TOO_LARGE_MS then
+    for _, worker in ipairs(call('ZRANGE', LEASES, 0, -1)) do
+      if not string.find(row.refused, '|' .. worker .. '|', 1, true) then return end
+    end
+    room.too_large[id] = row
+  end
+end
+
 -- It does not fit now. After SAVE_MS one worker that could hold it lets its engine run empty until it does.
 local function pass_over(id, row, room)
   room.passed = math.min(room.passed, row.class)
-  local holdable = could_hold(row, room)
   if row.passed_ms == 0 then
-    row.passed_ms, row.holdable_ms = now, now
-  elseif not holdable then
-    if row.saver == '' and now - row.holdable_ms >= TOO_LARGE_MS then room.too_large[id] = row end
-    return
+    row.passed_ms = now
+    wake() -- another may have the room, and sleeps since the marker was taken
+  elseif not could_hold(row, room) then
+    return refuse(id, row, room)
   elseif room.total_kv >= 0 and now - row.passed_ms >= SAVE_MS and row.saver == ''
     and not call('HGET', SAVING, room.worker) then
-    row.saver, row.holdable_ms = room.worker, now
+    row.saver, row.refused = room.worker, ''
     call('HSET', SAVING, room.worker, id)
     room.below = math.min(room.below, row.class)
-  elseif now - row.holdable_ms > TOO_LARGE_MS / 2 then
-    row.holdable_ms = now -- written seldom: a busy worker passes it over many times a second
+  elseif row.refused ~= '' and now - row.refused_ms > TOO_LARGE_MS / 2 then
+    row.refused = '' -- written seldom: a busy worker passes it over many times a second
   else
     return
   end
@@ -199,7 +213,8 @@ local function saved_for(room) -- the request that this worker saves KV cache fo
   if row.class >= room.below then return end
   if fits(row, room) then return id, row end
   room.passed = math.min(room.passed, row.class)
-  room.below = row.class -- until then only what is more urgent
+  -- Until then only what is more urgent; once it is overdue not even that, or it might never have the room.
+  room.below = now > row.due_ms and math.min(1, row.class) or row.class
 end
 
 local function overdue(room)

@@ -3,6 +3,7 @@
 -- reply  {waiting per class (4), waiting tokens, running, ms the longest waiter has waited, claims of the dead left,
 --         dead letters, workers alive}
 -- Repeat: safe. Cost O(log n), and O(claims of the dead).
+hear()
 local left = 0
 if ARGV[2] ~= '' and not bury(ARGV[2], 1024, true) then left = 1 end
 timers(256)

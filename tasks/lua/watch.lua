@@ -3,6 +3,7 @@
 -- reply  {{waiting, waiting tokens, started ever, workers alive}, for each id: '' unknown | {'waiting', place}
 --        | {'running', attempt} | {'ended', packed ending} | {'elsewhere'}: another gateway has its stream}
 -- Repeat: safe. Cost O(ids log n).
+hear()
 call('ZADD', GATEWAYS, now + tonumber(ARGV[3]), ARGV[2])
 timers(16)
 local depth = 0

@@ -149,6 +149,31 @@ async def test_a_step_is_published_at_the_node_that_logs_it(tmp_path: Path) -> N
     cluster.stop()
 
 
+@on_loop
+async def test_a_store_that_may_not_write_for_now_is_away(tmp_path: Path) -> None:
+    """It has lost its replicas, or its disk is full: an ending that it refuses is told again, and not given up."""
+    server = stores.start_valkey(tmp_path)
+    store, side = AsyncStore.connect(server.url), Store.connect(server.url)
+    side.run(count("m"))
+    side.client.config_set("min-replicas-to-write", 1)
+
+    for call in (count("m"), command("SET", "a", 1, reply=bool)):
+        with pytest.raises(AWAY):
+            side.run(call)
+        with pytest.raises(AWAY):
+            side.run_all([call])
+        with pytest.raises(AWAY):
+            await store.run(call)
+        with pytest.raises(AWAY):
+            await store.run_all([call])
+
+    side.client.config_set("min-replicas-to-write", 0)
+    assert await store.run(count("m")) == 2
+    await store.close()
+    side.close()
+    server.stop()
+
+
 @pytest.mark.timeout(120)
 def test_when_a_node_is_away_its_models_are_away_and_no_others(tmp_path: Path) -> None:
     cluster = stores.start_cluster(tmp_path, nodes=3)  # of two, one alone is no majority

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.redis import Store
-from core.stream.frames import Delta, Frame, Output, cut_of, decode, encode
+from core.stream.frames import Delta, Frame, Output, Takeover, cut_of, decode, encode
 from core.stream.log import cut_log, log_step, logged, publish, save, saved
+from core.values import Ending
 
 ID = "a"
 
@@ -146,6 +148,25 @@ def test_a_delta_of_the_release_before_is_read() -> None:
 
     assert decode(longer) == frame
     assert decode(b"\x82\xa1v\x01\xa6deltas\x91\x96\xa1a\x01\x00\x91\x01\xa1a\x00").deltas == frame.deltas
+
+
+def test_what_a_newer_release_adds_to_a_frame_is_passed_over() -> None:
+    """Fields at the end of a delta, and names in a frame, an ending and a takeover that this release does not know."""
+    known = Frame(
+        worker="w",
+        deltas=(Delta(ID, 2, 0, (1,), "a", cut="c"),),
+        endings=(Ending(id=ID, attempt=2, outcome="length"),),
+        takeovers=(Takeover(ID, 2),),
+    )
+    newer = msgspec.msgpack.decode(encode(known))
+    newer |= {"v": 2, "novelties": [{"id": ID}]}
+    newer["deltas"][0] += ["novelty", 7]
+    newer["endings"][0] |= {"novelty": 1}
+    newer["takeovers"][0] |= {"novelty": 1}
+
+    read = decode(msgspec.msgpack.encode(newer))
+
+    assert msgspec.structs.replace(read, v=known.v) == known
 
 
 def test_a_cut_is_a_hash_of_the_very_tokens() -> None:

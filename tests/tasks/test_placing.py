@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.values import Class
+from tasks.queue import DUE_MS
 from tests.tasks.conftest import LEASE_MS, Bench
 
 STORES = ("single", "cluster")
@@ -190,6 +191,21 @@ def test_small_ones_do_not_go_past_a_large_one_for_ever(bench: Bench) -> None:
     assert bench.claim("w1", kv_tokens=100, total_kv_tokens=100) == ["large"]
     assert saving(bench) == {} and bench.row("large").get("saver", "") == ""
     assert bench.claim("w1", kv_tokens=50, total_kv_tokens=100) == ["small1"]
+
+
+def test_once_a_large_one_is_overdue_its_worker_takes_nothing_more_urgent_either(bench: Bench) -> None:
+    """A steady stream of urgent small requests would keep the cache too full for it for ever."""
+    passed_over(bench, cls=Class.BULK)
+    bench.claim("w1", kv_tokens=50, total_kv_tokens=100)
+    for _ in range(DUE_MS[Class.BULK] // 1000 + 1):
+        bench.clock.advance(1000)
+        bench.beat("w1")
+    bench.put("urgent", need_tokens=1, cls=Class.INTERACTIVE)
+    bench.put("probe", need_tokens=1, cls=Class.SYSTEM)
+
+    assert bench.claim("w1", 2, kv_tokens=99, total_kv_tokens=100) == ["probe"]
+    assert bench.claim("w2", kv_tokens=99, total_kv_tokens=99) == ["urgent"]
+    assert bench.claim("w1", kv_tokens=100, total_kv_tokens=100) == ["large"]
 
 
 def test_only_a_worker_that_could_ever_hold_it_saves_for_it(bench: Bench) -> None:

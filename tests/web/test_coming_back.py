@@ -462,6 +462,18 @@ def test_a_client_that_said_so_may_leave_and_come_back(place: Place) -> None:
     assert text_of(list(again)) == "llo"
 
 
+def test_a_head_takes_no_stream_from_its_reader(place: Place) -> None:
+    """It would have nothing to show it in, and its end would cancel the request."""
+    with open_stream(place, "/v1/responses", ASKED, "Hel") as claim:
+        looked = place.client(2).head(f"{resp(claim.id)}?stream=true", headers={"Authorization": "Bearer mine"})
+        assert (looked.status_code, looked.content_type) == (200, "application/json")
+        assert place.row(claim.id).gateway == "g1" and place.row(claim.id).cancelled == ""
+    with open_stream(place, "/v1/chat/completions", CHAT, "Hel") as claim:
+        headers = {"Authorization": "Bearer mine", "Last-Event-ID": f"{claim.id}:3"}
+        assert place.client(2).head("/v1/chat/completions", headers=headers).status_code == 405
+        assert place.row(claim.id).gateway == "g1" and place.row(claim.id).cancelled == ""
+
+
 @pytest.mark.parametrize("seconds", ["x", "-1", "301", "1e9", "nan", ""])
 def test_a_bad_linger_is_refused_and_costs_nothing(place: Place, seconds: str) -> None:
     before = place.costs()

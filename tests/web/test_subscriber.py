@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -908,17 +909,106 @@ def test_an_attach_while_the_store_is_away_changes_nothing(gateway: Gateway) -> 
     assert gateway.subscriber.streams == {"r": stream} and not stream.moved
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the other way round"])
+def test_attaches_that_overlap_and_fail_leave_the_stream_with_its_reader(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    """A client that comes back again and again while the store is away."""
+    stream = gateway.open(request())
+    claim = gateway.claim()
+    asked: list[threading.Event] = []
+
+    def away(call: Call[Any]) -> Any:
+        asked.append(fails := threading.Event())
+        assert fails.wait(PATIENCE_S)
+        raise RedisConnectionError("away")
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(gateway.store, "run", away)
+        attaches = []
+        for n in range(2):
+            attaches.append(pool.submit(gateway.subscriber.attach, request()))
+            until(lambda before=n: len(asked) > before)
+        for n in order:
+            asked[n].set()
+            assert isinstance(attaches[n].exception(PATIENCE_S), RedisConnectionError)
+    gateway.deliver(claim, *attempt([1], []))
+
+    assert gateway.subscriber.streams == {"r": stream} and text(taken(stream)) == text_of([1])
+
+
+def test_a_client_that_comes_back_at_the_last_moment_is_not_cancelled(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.subscriber.close(gateway.open(request(linger_ms=10_000)))
+    run = gateway.store.run
+
+    def late(call: Call[Any]) -> Any:
+        """The time of the stream runs out while the store is asked."""
+        monkeypatch.setattr(gateway.store, "run", run)
+        gateway.subscriber.end_lingerers(time.monotonic() + 0.5)
+        return run(call)
+
+    now_s = time.monotonic() + 9.9
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(gateway.store, "run", late)
+
+    assert gateway.subscriber.attach(request()) is not None
+    assert gateway.state() == "waiting"
+
+
 def test_an_attached_request_that_the_store_forgot_ends_with_an_error(gateway: Gateway, other: Gateway) -> None:
-    """Its prompt is not here."""
+    """Its prompt is not here. It does not linger either: there is nothing to come back to."""
     gateway.open(request())
-    there = other.subscriber.attach(request(gateway="h"))
+    there = other.subscriber.attach(request(gateway="h", linger_ms=10_000))
     assert there is not None
     gateway.forget()
 
     with capture_logs():
         other.subscriber.watch()
+    other.subscriber.close(there)
 
-    assert isinstance(taken(there)[-1], Broken)
+    assert isinstance(taken(there)[-1], Broken) and other.subscriber.streams == {}
+
+
+def test_those_who_look_at_once_share_one_reading_of_the_log(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a gateway has died, all its clients come at once, and a log is that of a whole batch."""
+    names = [f"r{n}" for n in range(6)]
+    for name in names:
+        gateway.open(request(name))
+        claim = gateway.claim(name)
+        gateway.store.run(gateway.queue.deliver("w", [claim]))
+        gateway.log(*attempt([1, 2], [], name=name))
+    filler, begun, goes_on = gateway.subscriber.filler, threading.Event(), threading.Event()
+    found = filler.found
+
+    def slow(model: str, ids: Sequence[str]) -> Iterator[Output]:
+        begun.set()
+        assert goes_on.wait(PATIENCE_S)
+        return found(model, ids)
+
+    monkeypatch.setattr(filler, "found", slow)
+    before = reads(gateway, "xrange")
+    with ThreadPoolExecutor(6) as pool:
+        looks = [pool.submit(filler.read, MODEL, names[0])]
+        assert begun.wait(PATIENCE_S)
+        looks += [pool.submit(filler.read, MODEL, name) for name in names[1:]]
+        until(lambda: [len(reading.ids) for reading in filler._readings.values()] == [5])
+        goes_on.set()
+        outputs = [look.result(PATIENCE_S) for look in looks]
+
+    assert [(output.request_id, output.text) for output in outputs] == [(name, text_of([1, 2])) for name in names]
+    assert reads(gateway, "xrange") - before == 2
+
+
+def test_a_reading_that_fails_fails_for_all_and_the_next_one_does_not(gateway: Gateway) -> None:
+    gateway.open(request())
+    gateway.store.away = True
+    with pytest.raises(RedisConnectionError):
+        gateway.subscriber.filler.read(MODEL, "r")
+    gateway.store.away = False
+
+    assert gateway.subscriber.filler.read(MODEL, "r").text == ""
 
 
 # --- readers that leave
@@ -970,6 +1060,21 @@ def test_a_lingering_stream_that_moved_or_ended_is_let_go_of(gateway: Gateway, o
     gateway.subscriber.end_lingerers(time.monotonic())
 
     assert gateway.subscriber.streams == {} and other.state("moved") == "running"
+
+
+def test_a_stream_without_a_reader_keeps_no_events(gateway: Gateway) -> None:
+    """But the one that tells a reader to go which has not gone yet."""
+    stalled, slow = gateway.open(request("a", linger_ms=10_000)), gateway.open(request("b", linger_ms=10_000))
+    for stream in (stalled, slow):
+        claim = gateway.claim(stream.request.id)
+        gateway.deliver(claim, *attempt([1, 2, 3], [1, 2], name=stream.request.id))
+    slow.break_off(RequestFailed("gone"))
+
+    gateway.subscriber.close(stalled)
+    gateway.subscriber.close(slow)
+
+    assert stalled._events.qsize() <= 1
+    assert [type(event) for event in taken(slow)] == [Broken]
 
 
 def test_a_gap_of_a_stream_without_a_reader_is_filled_too(gateway: Gateway) -> None:
@@ -1068,6 +1173,24 @@ def test_an_answer_that_cannot_be_gone_on_with_ends_as_lost_when_the_store_forgo
     assert isinstance(last, Ended) and last.ending.outcome == "worker_lost"
 
 
+def test_a_queue_that_is_away_keeps_no_other_from_being_watched(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cluster each model lies on a node of its own. Unwatched, what is open there would end as lost."""
+    run = gateway.store.run
+
+    def partly(call: Call[Any]) -> Any:
+        if any("{m}" in str(word) for word in (*call.keys, *call.args)):
+            raise RedisConnectionError("its node is away")
+        return run(call)
+
+    monkeypatch.setattr(gateway.store, "run", partly)
+    with capture_logs():
+        gateway.subscriber.watch()
+
+    assert gateway.store.client.zscore(Queue("other").prefix + "gateways", "g") is not None
+
+
 def test_a_request_not_yet_accepted_is_not_asked_after(gateway: Gateway) -> None:
     """Else a watch between `open` and the enqueue would enqueue it itself, over the queue's refusal."""
     stream = gateway.subscriber.open(request())
@@ -1109,7 +1232,7 @@ def test_a_cancel_while_the_store_is_away_is_made_when_it_is_back(gateway: Gatew
     stream = gateway.open(request())
     gateway.store.away = True
     gateway.subscriber.close(stream)
-    with pytest.raises(RedisConnectionError):
+    with capture_logs():
         gateway.subscriber.watch()
     gateway.store.away = False
     assert gateway.state() == "waiting"

@@ -61,7 +61,7 @@ def chat_completions() -> Response:
 def chat_completions_again() -> Response:
     """For browsers, whose EventSource can only GET: it goes on with a stream, and begins none."""
     last_event = request.headers.get("Last-Event-ID")
-    if not last_event:
+    if not last_event or request.method == "HEAD":
         raise MethodNotAllowed(["POST"])
     return _go_on(last_event)
 
@@ -78,7 +78,7 @@ def show_response(response_id: str) -> Response:
     """A response as it is now; or, with `stream=true`, its stream, after `starting_after`."""
     parts = gateway()
     after = responses.cursor(request.args.get("starting_after"))
-    if not _flag("stream"):
+    if not _flag("stream") or request.method == "HEAD":  # which takes no stream from its reader
         kept = recalled(parts.admission, g.caller, response_id)
         framing = ResponsesFraming(kept.request.id, kept.view)
         return jsonify(framing.so_far(kept.text, kept.seen.state == "waiting", kept.seen.ending))
