@@ -103,6 +103,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steal_ms: int = 0  #: how long it waits for one of them before another worker may have it
     prefix: tuple[bytes, ...] = ()  #: hashes of its prefix, at the checkpoints of core/prefix.py
     linger_ms: int = 0  #: how long it may go on after its client went away, for the client to come back
+    weight: float = 1.0  #: its organisation's share of the model
     patience_ms: int = 0  #: how long it may wait in the queue before nobody wants the answer; 0: as long as it takes
     price_id: int = 0  #: the price row pinned at admission
     tier: str = "standard"  #: what is paid

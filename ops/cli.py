@@ -23,6 +23,7 @@ COMMANDS = {
     "queue": ("ops.commands.queue:command", "What waits and runs, and dead letters."),
     "usage": ("ops.commands.usage:command", "Tokens and money, by hour."),
     "bench": ("ops.commands.bench:command", "Measure this build."),
+    "chaos": ("ops.commands.chaos:command", "Break a platform on purpose, and check its ledger."),
 }
 
 

@@ -275,6 +275,7 @@ def generation(request: Request, view: bytes = b"") -> Task:
         need_tokens=input_tokens + (request.expected_tokens or request.sampling.max_tokens),
         most_tokens=input_tokens + request.sampling.max_tokens,
         preferred=request.preferred,
+        weight=request.weight,
         steal_ms=request.steal_ms,
         patience_ms=request.patience_ms,
         facts=facts(request),

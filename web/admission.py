@@ -215,6 +215,7 @@ class Admission:
             prompt_token_ids=prompt,
             sampling=msgspec.structs.replace(draft.sampling, max_tokens=max_tokens),
             cls=draft.cls,
+            weight=caller.weight,
             stream=draft.stream,
             expected_tokens=learned.expected(max_tokens),
             linger_ms=draft.linger_ms,

@@ -283,7 +283,8 @@ class Subscriber:
         """Renew this gateway's lease at every queue, ask after every open request, cancel what could not be cancelled
         before, and send an echo to ourselves. Each model for itself: the node of one may be away."""
         failed: Exception | None = None
-        for look in (self._echo, *(partial(self._watch_model, model) for model in self.queues), self._cancel_abandoned):
+        looks: list[Callable[[], None]] = [partial(self._watch_model, model) for model in self.queues]
+        for look in (self._echo, *looks, self._cancel_abandoned):
             try:
                 look()
             except (*AWAY, RedisError) as e:

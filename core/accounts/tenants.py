@@ -2,7 +2,7 @@
 
 | table         | writer            | reader               | holds                                    |
 |---------------|-------------------|----------------------|------------------------------------------|
-| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency         |
+| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency, weight |
 | projects      | ops (forebay org) | ops                  | what an organisation sorts its keys into |
 
 Rows are never deleted: usage names them. Nothing on a request's path reads these tables.
@@ -31,6 +31,7 @@ class Organisation(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     status: str
     currency: str
+    weight: float  #: its share of a model that others want too: twice the weight, twice the tokens
     created_at: datetime
 
 
@@ -41,7 +42,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
 
 
-_ORGANISATION = "id::text AS id, name, status, currency, created_at"
+_ORGANISATION = "id::text AS id, name, status, currency, weight, created_at"
 _PROJECT = "id::text AS id, org_id::text AS org_id, name, created_at"
 
 
@@ -101,6 +102,18 @@ def find_project(connection: Connection, *, org_id: str, wanted: str) -> Project
         if wanted in (project.id, project.name):
             return project
     raise TenantError(f"the organisation has no project {wanted!r}")
+
+
+def set_weight(connection: Connection, org_id: str, weight: float) -> Organisation:
+    """Give an organisation another share. Its keys' records carry it to the gateways at their next projection.
+
+    Raises:
+      TenantError: the weight is not above 0 and at most 1000.
+    """
+    if not 0 < weight <= 1000:
+        raise TenantError(f"a weight is above 0 and at most 1000, and this is {weight:g}")
+    query = text(f"UPDATE organisations SET weight = :weight WHERE id = CAST(:id AS uuid) RETURNING {_ORGANISATION}")
+    return Organisation(**connection.execute(query, {"id": org_id, "weight": weight}).mappings().one())
 
 
 def _insert(connection: Connection, sql: str, values: dict[str, Any]) -> dict[str, Any]:

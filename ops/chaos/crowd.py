@@ -20,11 +20,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
-import simple_websocket
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import AcceptConnection, CloseConnection, RejectConnection, TextMessage
+from wsproto.events import Request as Upgrade
+from wsproto.utilities import ProtocolError
 
 from core.values import Caller, Request, Sampling
 from web.dialects.draft import Message
@@ -170,7 +173,7 @@ class Crowd:
             self.visits.append(visit)
             try:
                 _Client(self, visit, chance).live()
-            except Exception as e:  # whatever a client meets is told with the ledger, and the next one comes
+            except (LookupError, TypeError, ValueError, ProtocolError) as e:  # an answer that is none of ours
                 visit.ends.append(repr(e))
 
     def _visit(self, n: int, chance: random.Random) -> Visit:
@@ -237,8 +240,7 @@ class _Client:
     # --- chat
 
     def _ask_whole(self) -> None:
-        with closing(self._post("/v1/chat/completions", self.visit.body(), {})) as connection:
-            raw = connection.makefile("rb")
+        with self._post("/v1/chat/completions", self.visit.body(), {}) as raw:
             self.visit.request_id = self._head(raw)["x-request-id"]
             answer = _decoded(raw.read())
         [choice] = answer["choices"]
@@ -257,8 +259,7 @@ class _Client:
     def _read_stream(self, headers: Mapping[str, str], leaves_at: int = 0) -> None:
         """To its end, or until its client leaves."""
         body = {**self.visit.body(), "stream": True}
-        with closing(self._post("/v1/chat/completions", body, headers)) as connection:
-            raw = connection.makefile("rb")
+        with self._post("/v1/chat/completions", body, headers) as raw:
             self.visit.request_id = self._head(raw)["x-request-id"]
             for event_id, data in _events(raw):
                 if data == "[DONE]":
@@ -278,19 +279,17 @@ class _Client:
             self.visit.text += choice["delta"].get("content") or ""
             self.visit.ends += [choice["finish_reason"]] if choice["finish_reason"] else []
 
-    def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> socket.socket:
+    @contextmanager
+    def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator[BinaryIO]:
         """Asks as HTTP/1.0, which is answered without chunks."""
         raw = json.dumps(body).encode()
         host, port = self.chance.choice(self.crowd.gateways)
         said = {"Authorization": f"Bearer {self.crowd.key}", "Content-Length": str(len(raw)), **headers}
         head = [f"POST {path} HTTP/1.0", "Content-Type: application/json", *(f"{k}: {v}" for k, v in said.items())]
-        connection = socket.create_connection((host, port), timeout=SILENCE_S)
-        try:
+        with socket.create_connection((host, port), timeout=SILENCE_S) as connection:
             connection.sendall("\r\n".join([*head, "", ""]).encode() + raw)
-        except OSError:
-            connection.close()
-            raise
-        return connection
+            with connection.makefile("rb") as answer:
+                yield answer
 
     @staticmethod
     def _head(raw: Any) -> dict[str, str]:
@@ -312,22 +311,13 @@ class _Client:
 
     def _talk(self, command: Mapping[str, Any]) -> None:
         """Send a command, and hear its response to the end."""
-        host, port = self.chance.choice(self.crowd.gateways)
-        headers = {"Authorization": f"Bearer {self.crowd.key}"}
-        try:
-            ws = simple_websocket.Client(f"ws://{host}:{port}/v1/responses", headers=headers)
-        except simple_websocket.ConnectionError as e:  # it was not upgraded, so nothing was asked
-            raise ConnectionRefusedError(str(e)) from e
-        try:
-            ws.send(json.dumps(command))
-            while not self.visit.ends:
-                if (frame := ws.receive(timeout=SILENCE_S)) is None:
-                    raise CutOff
+        with closing(_Wire(self.chance.choice(self.crowd.gateways), self.crowd.key)) as wire:
+            wire.send(json.dumps(command))
+            for frame in wire.frames():
                 self._take_event(json.loads(frame))
-            ws.close()
-        except simple_websocket.ConnectionClosed:
-            if not self.visit.ends:
-                raise CutOff from None
+                if self.visit.ends:
+                    return
+        raise CutOff
 
     def _take_event(self, event: dict[str, Any]) -> None:
         kind = event["type"]
@@ -348,6 +338,52 @@ class _Client:
 
     def _response_id(self) -> str:
         return "resp_" + self.visit.request_id.replace("-", "")
+
+
+class _Wire:
+    """One WebSocket. Made, it is open."""
+
+    def __init__(self, gateway: tuple[str, int], key: str) -> None:
+        self._ws = WSConnection(ConnectionType.CLIENT)
+        self._sock = socket.create_connection(gateway, timeout=SILENCE_S)
+        try:
+            headers = [(b"Authorization", f"Bearer {key}".encode())]
+            self._say(Upgrade(host=gateway[0], target="/v1/responses", extra_headers=headers))
+            if not isinstance(event := next(self._heard(), None), AcceptConnection):
+                # Not upgraded, so nothing was asked.
+                raise ConnectionRefusedError(event.status_code if isinstance(event, RejectConnection) else "cut off")
+        except OSError as e:
+            self._sock.close()
+            raise ConnectionRefusedError(str(e)) from e
+
+    def send(self, text: str) -> None:
+        self._say(TextMessage(data=text))
+
+    def frames(self) -> Iterator[str]:
+        """Until it is closed."""
+        parts: list[str] = []
+        for event in self._heard():
+            if isinstance(event, TextMessage):
+                parts.append(event.data)
+                if event.message_finished:
+                    yield "".join(parts)
+                    parts.clear()
+
+    def close(self) -> None:
+        with suppress(OSError, ProtocolError):
+            self._say(CloseConnection(code=1000))
+        self._sock.close()
+
+    def _say(self, event: Any) -> None:
+        self._sock.sendall(self._ws.send(event))
+
+    def _heard(self) -> Iterator[Any]:
+        while data := self._sock.recv(65536):
+            self._ws.receive_data(data)
+            for event in self._ws.events():
+                yield event
+                if isinstance(event, CloseConnection | RejectConnection):
+                    return
 
 
 def _events(raw: Any) -> Iterator[tuple[str, str]]:

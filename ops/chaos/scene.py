@@ -38,7 +38,7 @@ BETWEEN_S = (0.5, 1.5)
 RECOVERY_S = 60.0
 
 #: In which column of the ledger an outcome counts.
-COLUMNS = {
+COLUMNS: dict[str, str] = {
     Outcome.COMPLETED: "finished", Outcome.LENGTH: "finished", Outcome.CANCELLED: "cancelled",
     Outcome.EXPIRED: "expired", Outcome.FAILED: "dead", Outcome.WORKER_LOST: "lost", Outcome.GATEWAY_LOST: "lost",
 }  # fmt: skip
@@ -82,6 +82,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     billed_tokens: int
     emitted_tokens: int
     faults: list[str]  #: what does not hold; none: the ledger does
+
+    def told(self) -> str:
+        """For people."""
+        refused = ", ".join(f"{count} x {what}" for what, count in self.refused.items()) or "none"
+        attempts = ", ".join(f"{count} at attempt {number}" for number, count in self.attempts.items())
+        lines = [
+            f"Seed {self.seed}: {sum(self.happened.values())} faults in {self.seconds:.0f} s",
+            f"sent {self.sent} = finished {self.finished} + cancelled {self.cancelled} + expired {self.expired}"
+            f" + dead {self.dead} + lost {self.lost}",
+            f"ended: {attempts}; clients came back {self.returns} times; tries refused: {refused}",
+            f"tokens: relayed {self.relayed_tokens}, billed {self.billed_tokens}, emitted {self.emitted_tokens}",
+            *(f"WRONG  {fault}" for fault in self.faults),
+            "The ledger does not hold." if self.faults else "The ledger holds.",
+        ]
+        return "\n".join(lines)
 
 
 @dataclass
@@ -244,11 +259,11 @@ class Scene:
 
     def _holds(self, ledger: Ledger, org_ids: set[str]) -> None:
         """No organisation is held to what it has ended."""
-        for org_id in org_ids:
-            self._until_zero(ledger, f"{org_id}: open holds", command("ZCARD", tag("org:" + org_id) + "open", reply=int))
-            for key in self.store.client.scan_iter(tag("org:" + org_id) + "used:*"):
+        for prefix in (tag("org:" + org_id) for org_id in org_ids):
+            self._until_zero(ledger, f"{prefix} open holds", command("ZCARD", prefix + "open", reply=int))
+            for key in self.store.client.scan_iter(prefix + "used:*"):
                 running = command("HGET", key, "running", reply=lambda raw: int(raw or 0))
-                self._until_zero(ledger, f"{key.decode()}: running", running)
+                self._until_zero(ledger, f"{key.decode()} running", running)
 
     def _until_zero(self, ledger: Ledger, what: str, call: Any) -> None:
         with suppress(ChaosFailed):
@@ -272,8 +287,11 @@ class Scene:
             ledger.fault(said != kept, f"{row['id']} ended {kept} and is billed {said}")
 
     def _verdict(self, ledger: Ledger, ids: set[str], tokens: Mapping[str, Tokens]) -> Verdict:
-        columns = Counter(COLUMNS.get(Outcome(name), name) for name in ledger.outcomes.elements() if name in set(Outcome))
-        ledger.fault(columns.total() != len(ids), f"{len(ids)} sent, {columns.total()} ended")
+        columns = Counter[str]()
+        for name, count in ledger.outcomes.items():
+            columns[COLUMNS.get(name, "open")] += count
+        ended = columns.total() - columns["open"]
+        ledger.fault(ended != len(ids), f"{len(ids)} sent, {ended} ended")
         attempts = Counter(self.store.run(self.queue.peek(name)).attempt for name in ids)
         self.store.close()
         return Verdict(

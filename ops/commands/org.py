@@ -35,7 +35,7 @@ def list_(as_json: bool) -> None:
 
     with database(environment()) as engine, transaction(engine) as connection:
         found = tenants.organisations(connection)
-    show.many(found, as_json, ("id", "name", "status", "currency", "created_at"))
+    show.many(found, as_json, ("id", "name", "status", "currency", "weight", "created_at"))
 
 
 @command.command("project")
@@ -65,3 +65,21 @@ def projects(org: str, as_json: bool) -> None:
         organisation = tenants.find_organisation(connection, org)
         found = tenants.projects(connection, organisation.id)
     show.many(found, as_json, ("id", "name", "created_at"))
+
+
+@command.command("weight")
+@click.argument("org")
+@click.argument("weight", type=float)
+@show.as_json
+def weight(org: str, weight: float, as_json: bool) -> None:
+    """Give the organisation ORG a WEIGHT: where several want a model, one of weight 2 gets twice what 1 gets.
+
+    Gateways learn it within a minute.
+    """
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, show.refusals(tenants.TenantError), transaction(engine) as connection:
+        found = tenants.find_organisation(connection, org)
+        changed = tenants.set_weight(connection, found.id, weight)
+    show.one(changed, as_json, f"{changed.name} has weight {changed.weight:g}.")

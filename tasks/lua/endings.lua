@@ -89,16 +89,19 @@ local function forget_worker(worker)
   end
 end
 
--- A worker is gone. Takes back at most `limit` claims; returns whether none is left. `died`: each counts as a loss.
+-- Its worker died, perhaps of it; hardly so if it had made tokens there: else whoever ran beside a poison fell with it.
+local function lose(row)
+  count('lost', 1)
+  if row.first_ms == 0 or row.attempt >= ATTEMPTS_MAX then row.losses = row.losses + 1 end
+end
+
+-- A worker is gone. Takes back at most `limit` claims; returns whether none is left. `died`: they may have been why.
 local function bury(worker, limit, died)
   local ids = claims_of(worker, limit)
   look_up(ids)
   for _, id in ipairs(ids) do
     local row = row_of(id)
-    if died then
-      row.losses = row.losses + 1
-      count('lost', 1)
-    end
+    if died then lose(row) end
     back(id, row, 'its worker died')
   end
   if #ids == limit then return false end

@@ -13,6 +13,7 @@ local FORGET_MS = 900000 -- an ended row is remembered this long: terminal recor
 local SILENCE_MS = 1500  -- nothing heard from anybody for so long, and half a lease: the store was away, not its workers
 local MERCY_MS = 3000    -- and at least this long after that nobody is reaped, also where no worker has said its lease
 local LOSSES_MAX = 3     -- a request that took this many workers down with it is a dead letter
+local ATTEMPTS_MAX = 10  -- from this attempt on it is under suspicion also when it had made tokens first
 local OVERDUE_EVERY = 16 -- one claim in so many goes to whoever is overdue longest, of any class
 local SAVE_MS = 2000     -- a request passed over for its size so long gets a worker that saves KV cache for it
 local TOO_LARGE_MS = 60000 -- and if no worker that is there could hold it even alone, for so long, it is ended

@@ -183,6 +183,19 @@ def test_a_known_key_is_served_while_postgres_is_away(engine: Engine, store: Sto
     assert 6 * 86_400 < valkey.ttl(f"f1:{{key:{row.id}}}:record") <= 7 * 86_400
 
 
+def test_an_organisations_weight_reaches_the_records_of_its_keys(engine: Engine) -> None:
+    _, row = make(engine)
+    first = keys.find(engine, row.id)
+    with transaction(engine) as connection:
+        tenants.set_weight(connection, row.org_id, 2.5)
+    [record] = keys.all_records(engine)
+
+    assert first is not None and (first.weight, record.weight) == (1, 2.5)
+    for wrong in (0, -1, 1001, float("nan")):
+        with transaction(engine) as connection, pytest.raises(tenants.TenantError):
+            tenants.set_weight(connection, row.org_id, wrong)
+
+
 def test_a_slow_writer_cannot_bring_a_revoked_key_back(store: Store) -> None:
     """The clock read Postgres before the revocation and writes after it."""
     before = KeyRecord(key_id="a" * 12, org_id="o", project_id="p", secret_hmac=b"\x01" * 32)

@@ -25,9 +25,7 @@ def stormy() -> Iterator[Platform]:
         (data / "tally").mkdir()
         valkey, database = stores.start_valkey(data), stores.start_postgres(data)
         try:
-            yield from platforms.start(
-                data, valkey.url, database.url, environ={"FOREBAY_TALLY": str(data / "tally")}
-            )
+            yield from platforms.start(data, valkey.url, database.url, environ={"FOREBAY_TALLY": str(data / "tally")})
         finally:
             valkey.stop()
             database.stop()

@@ -61,6 +61,15 @@ def test_an_organisation_has_a_project_to_put_keys_into(environ: dict[str, str |
     assert names == ["default", "search"]
 
 
+def test_an_organisation_may_have_a_larger_share(environ: dict[str, str | None]) -> None:
+    data(environ, org.command, "create", "acme")
+
+    assert data(environ, org.command, "weight", "acme", "2")["weight"] == 2
+    assert [one["weight"] for one in data(environ, org.command, "list")] == [2]
+    refused = forebay(environ, org.command, "weight", "acme", "0")
+    assert refused.exit_code == 1 and "above 0" in refused.output
+
+
 def test_a_key_is_shown_in_full_only_once(environ: dict[str, str | None]) -> None:
     made = make_key(environ)
 

@@ -62,7 +62,13 @@ class Site:
 
     @asynccontextmanager
     async def workers(
-        self, count: int = 1, *, url: str = "", room: int = 16, store: AsyncStore | None = None, lease_ms: int = LEASE_MS
+        self,
+        count: int = 1,
+        *,
+        url: str = "",
+        room: int = 16,
+        store: AsyncStore | None = None,
+        lease_ms: int = LEASE_MS,
     ) -> AsyncIterator[list[Runner]]:
         opened, running = [], []
         self.runners = []
@@ -238,7 +244,11 @@ async def test_subscriptions_that_are_cut_are_made_anew(site: Site) -> None:
 async def test_few_connections_serve_many_tasks(site: Site) -> None:
     """512 in flight on a pool of two: nothing fails for want of a connection, and nothing runs twice."""
     pool = redis.asyncio.BlockingConnectionPool.from_url(
-        site.server.url, max_connections=2, timeout=0.8, socket_timeout=0.8, retry=redis.asyncio.retry.Retry(NoBackoff(), 0)
+        site.server.url,
+        max_connections=2,
+        timeout=0.8,
+        socket_timeout=0.8,
+        retry=redis.asyncio.retry.Retry(NoBackoff(), 0),
     )
     few = AsyncStore(redis.asyncio.Redis(connection_pool=pool))
     for n in range(1024):

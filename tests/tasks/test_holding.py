@@ -158,6 +158,36 @@ def test_a_request_that_takes_three_workers_down_is_a_dead_letter_and_can_be_ret
     assert bench.outcomes() == [("poison", "failed")], "it was counted when it was given up"
 
 
+def test_what_runs_well_beside_a_poison_is_not_given_up_with_it(bench: Bench) -> None:
+    """What ends its worker makes no token there. Whoever made some has come through that once."""
+    bench.put("innocent")
+    claim = bench.take("w0")
+    bench.store.run(bench.queue.deliver("w0", [claim]))
+    bench.put("poison")
+    bench.claim("w0")
+    bench.die("w0")
+    for worker in ("w1", "w2"):
+        assert bench.claim(worker, 2) == ["innocent", "poison"]
+        bench.die(worker)
+
+    assert bench.ending("poison").outcome == "failed"
+    assert bench.finish(bench.take())
+    assert bench.outcomes() == [("poison", "failed"), ("innocent", "completed")]
+
+
+def test_a_request_that_ends_each_worker_after_some_tokens_is_given_up_at_last(bench: Bench) -> None:
+    """Not one that may go on from there, which ends the next worker at once: one that begins anew each time."""
+    bench.put("poison")
+    deaths = 0
+    while bench.seen("poison").state != "ended":
+        bench.store.run(bench.queue.deliver("w1", [bench.take()]))
+        bench.die("w1")
+        deaths += 1
+
+    assert deaths == 12
+    assert bench.ending("poison").outcome == "failed"
+
+
 @pytest.mark.parametrize("died", [True, False])
 def test_what_a_worker_hands_back_counts_as_a_loss_only_if_its_engine_died(bench: Bench, died: bool) -> None:
     bench.put("a")

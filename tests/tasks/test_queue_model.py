@@ -155,7 +155,7 @@ class Model:
     def back(self, name: str, *, lost: bool) -> None:
         """Its worker no longer has it."""
         row = self.rows[name]
-        row.losses += lost
+        row.losses += lost and (not row.delivered or row.attempt >= 10)
         if row.cancelled:
             self.end(name, row.cancelled)
         elif row.shown and not row.rerunnable:

@@ -15,14 +15,14 @@ from core.accounts import keys, tenants
 from core.accounts.keys import KeyRecord
 from core.errors import AccountsDown, ForebayError, NotAllowed, StoreDown, Unauthenticated
 from core.postgres import Engine, text, transaction
-from core.redis import Call, Store
-from tests.conftest import Database
+from core.redis import Call
+from tests.conftest import Database, TimedStore
 from web.auth import Gate
 
 PEPPER = b"a pepper for tests only"
 
 
-class Watched(Store):
+class Watched(TimedStore):
     """A store that can be taken away, and that counts what it was asked."""
 
     away: Exception | None = None
@@ -73,12 +73,12 @@ class Accounts:
 
 
 @pytest.fixture
-def accounts(database: Database, store: Store) -> Accounts:
+def accounts(database: Database, store: TimedStore) -> Accounts:
     engine = database.engine()
     with transaction(engine) as connection:
         organisation = tenants.create_organisation(connection, "acme")
         [project] = tenants.projects(connection, organisation.id)
-    watched = Watched(store.client, clock=store.loaded.clock)
+    watched = Watched(store.client, store.time)
     return Accounts(Gate(watched, engine, PEPPER), watched, engine, database, organisation.id, project.id)
 
 
@@ -235,7 +235,7 @@ class LosesProject(Watched):
 
 def test_a_key_is_let_in_though_its_record_could_not_be_kept(accounts: Accounts) -> None:
     plain = accounts.key()
-    accounts.gate.store = LosesProject(accounts.store.client, clock=accounts.store.loaded.clock)
+    accounts.gate.store = LosesProject(accounts.store.client, accounts.store.time)
 
     with capture_logs() as said:
         assert accounts.enter(plain)
