@@ -16,6 +16,7 @@ At the end every request has exactly one row in Postgres, with the tokens that i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import threading
@@ -50,6 +51,8 @@ TOKENS = (100, 400)
 OUTAGE_MARGIN_S = 6.0
 #: How long a killed worker may take to be replaced, and the streams to end, seconds.
 PATIENCE_S = 60.0
+#: Wrong streams that are shown.
+FAULTS_SHOWN = 20
 #: How long a stream is looked at after a kill, seconds.
 LOOK_S = 12.0
 
@@ -123,6 +126,8 @@ def figures(options: Options, say: Say) -> Found:
         leased_ms = [pause for _ in range(options.lease_kills) for pause in scene.kill(reported=False)]
         crowd.finish()
         reruns = sum(scene.outage(options.streams, seconds) for seconds in options.outages_s)
+        for fault in itertools.islice(filter(None, map(fault_of, crowd.streams)), FAULTS_SHOWN):
+            say(f"  {fault}")
         wrong_rows = scene.wrong_rows()
     found = {
         "kills": options.kills + options.lease_kills,
@@ -154,6 +159,15 @@ def judged(streams: Iterable[Stream]) -> dict[str, int]:
         "texts_changed": changed,
         "endings_wrong": endings_wrong,
     }
+
+
+def fault_of(stream: Stream) -> str:
+    """What is wrong with a stream, for people; empty when nothing is."""
+    expected = stream.expected()
+    if stream.text == expected and stream.ends == ["length"]:
+        return ""
+    same = next((n for n, (a, b) in enumerate(zip(stream.text, expected, strict=False)) if a != b), len(stream.text))
+    return f"{stream.request_id}: right up to {same} of {stream.asked} tokens, {len(stream.text)} came; {stream.ends}"
 
 
 class _Crowd:
