@@ -1,9 +1,9 @@
 """How long answers come out: learned per key and model, one sketch for all who must reckon with them.
 
-| key                   | type   | ttl    | writer                        | reader   | holds           |
-|-----------------------|--------|--------|-------------------------------|----------|-----------------|
-| {model}:lengths       | STRING | TTL_MS | the worker, after each answer | gateways | counts per bin* |
-| {model}:lengths:<key> | STRING | TTL_MS | the same                      | the same | the same*       |
+| key                      | type   | ttl    | writer                        | reader   | holds           |
+|--------------------------|--------|--------|-------------------------------|----------|-----------------|
+| f1:{model}:lengths       | STRING | TTL_MS | the worker, after each answer | gateways | counts per bin* |
+| f1:{model}:lengths:<key> | STRING | TTL_MS | the same                      | the same | the same*       |
 
 * a msgpack array; of everybody's answers, and of one API key's.
 

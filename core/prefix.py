@@ -1,10 +1,12 @@
 """Who holds which prefix: vLLM's own block hashes, and an index of the workers that have computed them.
 
-| key                    | type | ttl  | writer               | reader   | holds                                 |
+| key                    | type | ttl* | writer               | reader   | holds                                 |
 |------------------------|------|------|----------------------|----------|---------------------------------------|
-| f1:{model}:holders     | HASH | none | hold: the worker, as | gateways | hash -> `worker|until ms` of at most  |
+| f1:{model}:holders     | HASH | yes  | hold: the worker, as | gateways | hash -> `worker|until ms` of at most  |
 |                        |      |      | it begins a request  |          | HOLDERS workers, newest first, by `;` |
-| f1:{model}:holders_due | ZSET | none | hold                 | hold     | hash -> when its last holder expires  |
+| f1:{model}:holders_due | ZSET | yes  | hold                 | hold     | hash -> when its last holder expires  |
+
+* HOLD_MAX_MS from the last `hold` on: by then every entry has expired.
 
 vLLM hashes each whole block of a prompt together with all before it, so equal hashes mean equal prefixes. The salt of
 the organisation is in the first block, and so in all that follow: no organisation finds another's prefix. A gateway
@@ -89,7 +91,8 @@ def hold(
     model: str, worker: str, marks: Sequence[bytes], *, hold_ms: int = HOLD_MS, most: int = HOLDERS_MAX
 ) -> Call[int]:
     """A worker begins a request with these checkpoints. Returns how many hashes the index has now."""
-    return _call("hold", model, worker, hold_ms, most, HOLDERS, *marks[:DEPTHS_MAX], reply=int)
+    index_ms = max(hold_ms, HOLD_MAX_MS)
+    return _call("hold", model, worker, hold_ms, most, HOLDERS, index_ms, *marks[:DEPTHS_MAX], reply=int)
 
 
 def holders(model: str, marks: Sequence[bytes]) -> Call[list[list[str]]]:

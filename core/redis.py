@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -276,11 +277,23 @@ class _Cluster:
     def __init__(self, url: str) -> None:
         self._url, self._lock = url, threading.Lock()
         self._made: _SyncCluster | None = None
+        self._tried_s = float("-inf")
 
     def __getattr__(self, name: str) -> Any:
+        return getattr(self._made or self._make_once(), name)
+
+    def _make_once(self) -> _SyncCluster:
+        """Whoever waits for another's try shares what comes of it: a thousand tries in a row would take minutes."""
+        began_s = time.monotonic()
         with self._lock:
-            self._made = self._made or self._make()
-        return getattr(self._made, name)
+            if self._made is None:
+                if self._tried_s > began_s:
+                    raise RedisConnectionError("no node of the cluster answers")
+                try:
+                    self._made = self._make()
+                finally:
+                    self._tried_s = time.monotonic()
+            return self._made
 
     def _make(self) -> _SyncCluster:
         nodes, options = _nodes(self._url)

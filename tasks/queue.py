@@ -18,7 +18,7 @@
 | sums      | HASH      | claim, attach, endings  | beat            | worker -> sum over its claims, 48 bits           |
 | nonces    | HASH      | claim                   | claim           | worker -> its last claim, told again if lost     |
 | deadlines | ZSET      | with waiting            | timers          | id -> ms                                         |
-| held      | ZSET      | enqueue                 | timers          | ids that came while no worker was alive          |
+| held      | ZSET      | enqueue, timers         | timers          | ids that wait while no worker is alive           |
 | delays    | ZSET      | enqueue                 | timers          | id -> when it may run, ms                        |
 | forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms                |
 | dead      | ZSET      | endings, mend           | mend            | dead letter -> when it was given up, ms          |

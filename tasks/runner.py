@@ -304,7 +304,12 @@ class Runner:
             return self._stopped(held)
         except Exception as e:  # an actor may raise anything; it is told, logged and ends the task
             log.exception("task_failed", actor=message.actor_name)
-            return Finished(outcome=Outcome.FAILED, usage=held.usage, message=str(e) or type(e).__name__)
+            return self._failed(held, e)
+
+    def _failed(self, held: Held, e: Exception) -> Finished | None:
+        if held.let_go:  # it broke as it was stopped
+            return self._stopped(held)
+        return Finished(outcome=Outcome.FAILED, usage=held.usage, message=str(e) or type(e).__name__)
 
     def _stopped(self, held: Held) -> Finished | None:
         return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None

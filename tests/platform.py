@@ -143,12 +143,18 @@ class Platform:
         return [row for row in self.store.run(fleet.workers(MODEL)) if row.state == "ready"]
 
     def busy(self) -> list[fleet.Worker]:
-        return [row for row in self.workers() if row.running]
+        """Workers that have claims now; what they say of themselves is up to a second old."""
+        having = {worker for worker, _ in self.claims()}
+        return [row for row in self.workers() if row.worker in having]
+
+    def claims(self) -> list[tuple[str, str]]:
+        """Who runs what: worker, request."""
+        found = self.store.client.zrange(tag(MODEL) + "claims", 0, -1)
+        return [(worker, request_id) for worker, _, request_id in (claim.decode().rpartition("|") for claim in found)]
 
     def worker_running(self, request_id: str) -> psutil.Process:
         """The process that runs a request."""
-        claims = self.store.client.zrange(tag(MODEL) + "claims", 0, -1)
-        worker = next(c.decode().rpartition("|")[0] for c in claims if c.decode().endswith("|" + request_id))
+        worker = next(worker for worker, claimed in self.claims() if claimed == request_id)
         return psutil.Process(int(worker.rpartition(":")[2]))
 
     def pid(self, name: str) -> int:

@@ -50,7 +50,8 @@ from web.dialects.draft import Dialect, Draft
 from web.dialects.view import View, view_of
 from web.render import Renderer
 from web.router import Route, prefer
-from web.subscriber import Stream, Subscriber
+from web.stream import Stream
+from web.subscriber import Subscriber
 
 log = logs.get(__name__)
 
@@ -96,6 +97,7 @@ class Admission:
         self.catalog, self.store, self.subscriber, self.renderers = catalog, store, subscriber, renderers
         self.salt, self.off_hub = salt, off_hub
         self.draining = False
+        subscriber.account = self._account
         self._largest: dict[str, tuple[float, int]] = {}  #: model -> when looked at, most KV cache of a worker
         self._ready: dict[str, frozenset[str]] = {}  #: model -> workers that claim, looked at with it
 
@@ -121,13 +123,15 @@ class Admission:
         return admitted
 
     def release(self, stream: Stream) -> None:
-        """The reader is done with the stream. A request that goes on is cancelled; an ended one is settled.
-
-        A settle that is lost here is made again by the usage consumer (billing/events.py).
-        """
+        """The reader is done with the stream. A request that goes on is cancelled; an ended one is settled."""
         self.subscriber.close(stream)
+        self._account(stream)
+
+    def _account(self, stream: Stream) -> None:
+        """Settle what has ended, once. One that is lost is made again by the usage consumer (billing/events.py)."""
         if stream.ending is None or stream.settled:
             return
+        stream.settled = True
         metrics.requests_ended.labels(stream.request.model, stream.ending.outcome).inc()
         usage = stream.ending.usage
         self._settle(stream.request, usage.input_tokens + usage.output_tokens)
@@ -269,10 +273,12 @@ class Admission:
         task = generation(request, shown)
         try:
             accepted: Accepted = self.store.run(self.subscriber.queues[request.model].enqueue(task))
-        except AWAY:
+        except BaseException as e:
             # It may have been accepted and only the reply lost: then it is cancelled as soon as the store is back.
             self.subscriber.close(stream)
-            raise StoreDown from None
+            if isinstance(e, AWAY):
+                raise StoreDown from None
+            raise
         if accepted.status == "full":
             self.subscriber.close(stream)
             self._settle(request, 0)

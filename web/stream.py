@@ -95,7 +95,7 @@ class Stream:
         self.request, self.attached = request, attached
         self.accepted = False  #: the queue has it; until then `watch` does not ask
         self.view = b""  #: how to show it again, as it is put down with it
-        self.settled = False  #: its ending was accounted for by an earlier reader
+        self.settled = False  #: its ending was accounted for, perhaps by an earlier reader
         self.put_back = False  #: what the store lost of its output is there again, but not itself: its queue is full
         self.attempt = 0  #: the newest known; older ones are fenced
         self.tokens = array("I")  #: delivered so far

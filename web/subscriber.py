@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,20 +27,7 @@ from core.stream.log import Output, gateway_channel, logged, publish, save, save
 from core.telemetry import logs, metrics
 from core.values import Request
 from tasks.queue import GATEWAY_LEASE_MS, LOST_MS, WATCH_MAX, Bounds, Queue, Seen, Watched, generation
-from web.stream import Again, Broken, Ended, Event, Idle, Running, Stream, Text, Waiting
-
-__all__ = [
-    "Again",
-    "Broken",
-    "Ended",
-    "Event",
-    "Idle",
-    "Running",
-    "Stream",
-    "Subscriber",
-    "Text",
-    "Waiting",
-]
+from web.stream import Stream
 
 log = logs.get(__name__)
 
@@ -52,7 +40,7 @@ DEAF_S = 5.0
 PAUSE_S = 0.1
 #: Requests to cancel once the store is back. Past it the oldest is forgotten: it runs to its end and is billed as such.
 ABANDONED_MAX = 10_000
-#: Streams that go on without a reader, for it to come back. Past it the oldest is cancelled.
+#: Streams that go on without a reader, for it to come back. Past it the oldest of who has most is cancelled.
 LINGERING_MAX = 1_000
 #: A lingering stream that a client comes back to is kept at least so long: longer than the store is asked, seconds.
 HOLD_ON_S = 5.0
@@ -61,6 +49,10 @@ HOLD_ON_S = 5.0
 FILL_PAUSES_S = (0.25, 1.0)
 #: Streams that are filled in one exchange.
 FILL_MAX = 256
+
+#: Pause after each reading of a model's logs for clients that look, seconds. One takes up to 20 ms from all streams,
+#: and a client may look as often as it likes; those who come meanwhile share the next.
+REST_S = 0.1
 
 _ECHO = encode(Frame())
 
@@ -91,6 +83,7 @@ class Subscriber:
         self.paces: dict[str, Pace] = {model: Pace() for model in self.queues}
         self.starting: dict[str, Starting | None] = {}  #: model -> the worker that is awaited, if none is ready
         self.filler = Filler(store, self.queues)
+        self.account: Callable[[Stream], None] = lambda stream: None  #: for one that ended without a reader
         self._lingering: dict[Stream, float] = {}  #: -> until when, seconds
         self._abandoned: dict[str, str] = {}  #: request -> model
         self._closed = False
@@ -140,7 +133,7 @@ class Subscriber:
         """Cancel now, or as soon as the store is back."""
         try:
             self.store.run(self.queues[model].cancel(request_id, self.gateway))
-        except AWAY:
+        except (*AWAY, RedisError):
             while len(self._abandoned) >= ABANDONED_MAX:
                 self._abandoned.pop(next(iter(self._abandoned)))
             self._abandoned[request_id] = model
@@ -171,13 +164,20 @@ class Subscriber:
 
     def _linger(self, stream: Stream) -> None:
         if len(self._lingering) >= LINGERING_MAX:
-            self._end_lingering(next(iter(self._lingering)))
+            self._end_lingering(self._crowded())
         stream.linger()
         self._lingering[stream] = time.monotonic() + stream.request.linger_ms / 1000
 
     def _end_lingering(self, stream: Stream) -> None:
         if self._lingering.pop(stream, None) is not None and self.streams.get(stream.request.id) is stream:
             self._drop(stream)
+            self.account(stream)
+
+    def _crowded(self) -> Stream:
+        """The oldest of the organisation that has most: nobody's streams are ended for another's."""
+        counts = Counter(stream.request.caller.org_id for stream in self._lingering)
+        [(most, _)] = counts.most_common(1)
+        return next(stream for stream in self._lingering if stream.request.caller.org_id == most)
 
     # --- the loops
 
@@ -381,6 +381,7 @@ class Filler:
         self.gaps: dict[Stream, Gap] = {}  #: at most one for every open stream
         self._readings: dict[str, Reading] = {}  #: model -> the next one
         self._joining = threading.Lock()
+        self._rests_until_s = dict.fromkeys(queues, 0.0)
         self._turns = {model: threading.Lock() for model in queues}  #: one reading of a model at a time
         self._asked: queue.SimpleQueue[Stream] = queue.SimpleQueue()
 
@@ -450,6 +451,7 @@ class Filler:
             if reading.failed is not None:
                 raise reading.failed
             if not reading.outputs:
+                time.sleep(max(0.0, self._rests_until_s[model] - time.monotonic()))
                 self._read(model, reading)
         return reading.outputs[request_id]
 
@@ -464,6 +466,8 @@ class Filler:
         except Exception as e:
             reading.failed = e
             raise
+        finally:
+            self._rests_until_s[model] = time.monotonic() + REST_S
 
     def found(self, model: str, ids: Sequence[str]) -> Iterator[Output]:
         """The output of each request, read now and put together one by one. Logs are read before what is saved:

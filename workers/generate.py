@@ -268,8 +268,8 @@ class Publisher:
         due = self._streams.values() if all_due else ending
         saving = [(stream, stream.unsaved(), stream.last and stream in ending) for stream in due]
         calls = [call for step in steps for call in self._calls(step)]
-        if not self._entry and calls:
-            calls += cut_log(self.model, self.runner.worker, b"0-0")  # the log has a TTL from its first entry on
+        if calls and not self._logged_bytes:
+            calls += cut_log(self.model, self.runner.worker, b"0-0")  # a new log has a TTL from its first entry on
         for _, delta, last in saving:
             if delta.tokens or delta.text or delta.finish or last:
                 calls += save(self.model, delta, ended=last)

@@ -141,7 +141,7 @@ class ScriptedEngine:
     def __init__(self, model: Model, tally: Path | None = None) -> None:
         """`tally`: a folder; a file there gets the ids of each step's requests, before anybody has its tokens."""
         self._model = model
-        self._tally = open(tally / str(os.getpid()), "ab", buffering=0) if tally else None
+        self._tally = (tally / str(os.getpid())).open("ab", buffering=0) if tally else None
         self._running: dict[_Run, None] = {}
         self._waiting: deque[_Run] = deque()
         self._told: list[Callable[[], None]] = []

@@ -1,9 +1,9 @@
 -- hold: a worker begins a request, and soon has the blocks of its prompt in its cache.
--- ARGV   1 worker  2 hold ms  3 most hashes  4 most workers of one hash  5.. hashes
+-- ARGV   1 worker  2 hold ms  3 most hashes  4 most workers of one hash  5 TTL ms of the index  6.. hashes
 -- reply  hashes in the index                          cost O(hashes log n)
 -- Repeat: safe, the worker is named once.
 local worker, due = ARGV[1], now + tonumber(ARGV[2])
-local marks = { unpack(ARGV, 5) }
+local marks = { unpack(ARGV, 6) }
 if #marks == 0 then return redis.call('ZCARD', HOLDERS_DUE) end
 
 local fields, scores = {}, {}
@@ -15,6 +15,8 @@ for n, entry in ipairs(redis.call('HMGET', HOLDERS, unpack(marks))) do
 end
 redis.call('HSET', HOLDERS, unpack(fields))
 redis.call('ZADD', HOLDERS_DUE, 'GT', unpack(scores))
+redis.call('PEXPIRE', HOLDERS, ARGV[5])
+redis.call('PEXPIRE', HOLDERS_DUE, ARGV[5])
 
 -- Each call takes out more than it puts in, so the index shrinks to its bound and never waits for a timer.
 local room = 2 * #marks

@@ -1,6 +1,6 @@
 -- learn: one more answer came to this length. Two sketches learn it: its key's, and its model's.
 -- KEYS   1 the key's sketch STRING   2 the model's
--- ARGV   1 bin, from 0   2 bins in all   3 TTL ms   4.. most answers that each sketch counts: reaching it halves its counts
+-- ARGV   1 bin, from 0   2 bins in all   3 TTL ms   4.. most answers of each sketch: reaching it halves its counts
 -- reply  1                                   cost O(bins)      Repeat: counts once more, which is harmless.
 for i, key in ipairs(KEYS) do
   local packed = redis.call('GET', key)

@@ -100,11 +100,6 @@ class Output:
                 self._cut_back(delta)
             self._continue(delta)
 
-    def add_frames(self, frames: Iterable[Frame]) -> None:
-        """Take what a log has."""
-        for frame in frames:
-            self.add(frame.deltas)
-
     def _continue(self, delta: Delta) -> None:
         """Take what of it is new: a save made again after a lost reply may begin before what is missing."""
         known, shown = len(self.tokens) - delta.offset, self.chars - delta.at

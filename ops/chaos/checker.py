@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from core.redis import Store, command
-from core.values import ANSWERED, Outcome
+from core.values import ANSWERED, Outcome, Usage
 from tasks.queue import Queue
 
 #: What must be empty when nothing is open.
@@ -24,6 +24,8 @@ EMPTY = {
 LEVEL = ("waiting0", "waiting1", "waiting2", "waiting3", "waiting_tokens", "waiting_preferred")
 #: Outcomes after which a client may have been shown less than was billed: it was not there any more.
 CUT_OFF = frozenset({Outcome.CANCELLED, Outcome.GATEWAY_LOST, Outcome.WORKER_LOST, Outcome.FAILED})
+#: Those that a worker ends, when there is one, and says what it has made so far. Without one, nothing is billed.
+STOPPED = frozenset({Outcome.CANCELLED, Outcome.GATEWAY_LOST})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,5 +109,7 @@ def _tokens(ledger: Ledger, store: Store, queue: Queue, request_id: str, counted
         ledger.fault(counted.relayed > counted.billed, f"an answer is billed as it was made, {said}")
     elif ending.outcome in ANSWERED:
         ledger.fault(counted.relayed != counted.billed, f"an answer is billed as it was shown, {said}")
+    elif ending.outcome in STOPPED and ending.usage != Usage():
+        ledger.fault(counted.relayed > counted.billed, f"its worker stopped it and told less than was shown, {said}")
     elif ending.outcome not in CUT_OFF:
         ledger.fault(counted.billed > 0, f"billed for nothing, {said}")

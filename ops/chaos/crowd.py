@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, get_args
@@ -47,6 +47,8 @@ SILENCE_S = 20.0
 AGAIN_S, PATIENCE_S = 0.25, 30.0
 #: How long a lingerer may stay away, and does.
 LINGER_S, AWAY_S = 10, 0.4
+#: What a stream ends with when its worker died and it could not be gone on with: chat's word, and a response's.
+LOST = frozenset({"worker_lost", "server_error"})
 #: Refusals that mean "not now".
 LATER = frozenset({429, 502, 503})
 
@@ -111,8 +113,9 @@ class Visit:
             return "shown a text that is not the engine's"
         if end == "length":
             return "" if self.text == expected else "told that it is whole, and it is not"
-        if end == "worker_lost":
-            return "" if self.manner == "seeded" and self.text else "lost with its worker, and could have gone on"
+        if end in LOST:
+            # Also where nothing has been shown: what was on its way to a client is not offered anew.
+            return "" if self.manner == "seeded" else "lost with its worker, and could have gone on"
         return "" if self.left else f"told {end!r} without need"
 
     def body(self) -> dict[str, Any]:
@@ -204,28 +207,29 @@ class _Client:
             case _:
                 self._begin(self._ask_stream)
 
-    def _begin(self, ask: Any) -> None:
+    def _begin(self, ask: Callable[[], None]) -> None:
         """Until it is accepted, and then until it is over."""
         visit, deadline = self.visit, time.monotonic() + PATIENCE_S
         while True:
             try:
-                return ask() if not visit.request_id else self._go_on()
+                (self._go_on if visit.request_id else ask)()
+                return
             except Refused as e:
                 if not visit.request_id:
                     visit.refused.append(str(e))
                 if e.status not in LATER or time.monotonic() > deadline:
                     visit.ends.append(f"refused: {e}")
-                    return None
+                    return
             except ConnectionRefusedError:
                 pass
             except (OSError, CutOff):
                 visit.unsure += not visit.request_id
                 if visit.kind == "whole" or (self.crowd.over.is_set() and not visit.request_id):
                     visit.ends.append("gone")
-                    return None
+                    return
             if time.monotonic() > deadline:
                 visit.ends.append("nobody answers")
-                return None
+                return
             time.sleep(AGAIN_S)
 
     def _go_on(self) -> None:

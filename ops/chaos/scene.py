@@ -24,7 +24,7 @@ from core.redis import AWAY, Store, command, tag
 from core.values import Outcome
 from ops.chaos import checker
 from ops.chaos.checker import Ledger, Tokens
-from ops.chaos.crowd import Crowd
+from ops.chaos.crowd import LOST, Crowd
 from tasks.queue import Queue
 
 #: How long a pause is beside the lease that must run out in it, seconds.
@@ -124,6 +124,8 @@ class Scene:
             "kill a gateway": self.kill_gateway,
             "pause a gateway": self.pause_gateway,
             "stop the store": self.stop_store,
+            "cut every subscription": self.cut_subscriptions,
+            "forget every script": self.forget_scripts,
         }
 
     def play(self, clients: int, seconds: float) -> Verdict:
@@ -165,6 +167,12 @@ class Scene:
     def stop_store(self) -> None:
         self._pause([psutil.Process(int(self.store.client.info("server")["process_id"]))], STORE_AWAY_S)
 
+    def cut_subscriptions(self) -> None:
+        self.store.client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+
+    def forget_scripts(self) -> None:
+        self.store.client.script_flush()
+
     def _pause(self, processes: Sequence[psutil.Process], seconds: float) -> None:
         for process in processes:
             process.send_signal(signal.SIGSTOP)
@@ -178,8 +186,13 @@ class Scene:
         return self.chance.choice(sorted(self._ready(), key=lambda row: row.worker))
 
     def _gateway(self) -> list[psutil.Process]:
-        leader = psutil.Process(self.chance.choice(sorted(self.ground.leaders())))
+        """One that has been started again, if it was killed before."""
+        self._until(self._leaders, "a gateway")
+        leader = self.chance.choice(self._leaders())
         return [*leader.children(recursive=True), leader]
+
+    def _leaders(self) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in sorted(self.ground.leaders()) if psutil.pid_exists(pid)]
 
     # --- what is looked at
 
@@ -221,6 +234,7 @@ class Scene:
         self._leases(ledger)
         self._holds(ledger, {row["org_id"] for row in usage})
         self._clients(ledger, ids)
+        self._endings(ledger)
         self._bills(ledger, usage)
         return self._verdict(ledger, ids, tokens)
 
@@ -278,6 +292,16 @@ class Scene:
         ledger.fault(bool(told - ids), f"accepted and unknown: {sorted(told - ids)}")
         stray = len(ids - told)
         ledger.fault(stray > self.crowd.unsure(), f"{stray} requests of nobody, {self.crowd.unsure()} tries in doubt")
+
+    def _endings(self, ledger: Ledger) -> None:
+        """What a client was told is what the queue says."""
+        for visit in self.crowd.visits:
+            if visit.left or not visit.request_id:
+                continue
+            ending = self.store.run(self.queue.peek(visit.request_id)).ending
+            outcomes = [Outcome.WORKER_LOST if end in LOST else end for end in visit.ends]
+            said = f"{visit.request_id} was told {visit.ends} and ended {ending}"
+            ledger.fault(ending is None or outcomes != [ending.outcome], said)
 
     def _bills(self, ledger: Ledger, usage: Sequence[Mapping[str, Any]]) -> None:
         for row in usage:

@@ -50,7 +50,7 @@ def _ground(platform: Platform, tally: Path) -> Ground:
         redis_url=platform.ready.redis_url,
         database_url=platform.ready.database_url,
         gateways=[(host, int(port))],
-        leaders=lambda: [_now(platform).pids["web"]],
+        leaders=lambda: [pid for name, pid in _now(platform).pids.items() if name == "web"],
         key=platform.ready.api_key,
         model=MODEL,
         lease_s=LEASE_S,

@@ -54,7 +54,7 @@ while #taken <= wanted do
   local id, row, others = next_for(room)
   if not id then break end
   -- Charged once: another run is not the tenant's doing.
-  if row.losses == 0 and row.attempt == 0 then serve(row.tenant, row.input / row.weight) end
+  if row.attempt == 0 then serve(row.tenant, row.input / row.weight) end
   leave(id, row, others)
   take_room(row, room)
   row.state, row.worker, row.attempt = 'running', worker, row.attempt + 1

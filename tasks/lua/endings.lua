@@ -147,7 +147,12 @@ local function hear()
   note('heard_ms', now)
 end
 
--- What came while nobody was there to run it: its own deadline begins now that somebody is.
+-- Nobody is there to run it: its own deadline will begin when somebody is.
+local function hold(id, row)
+  row.held, row.deadline_ms = true, now + HELD_MS
+  call('ZADD', HELD, row.arrival, id)
+end
+
 local function release_held(limit)
   for _, id in ipairs(call('ZRANGE', HELD, 0, limit - 1)) do
     call('ZREM', HELD, id)
@@ -161,7 +166,8 @@ end
 
 -- Bounded housekeeping, run inside every claim, beat, watch and tick: nothing in the queue waits for a timer process.
 local function timers(limit)
-  if call('ZCARD', LEASES) > 0 then release_held(limit) end
+  local alive = call('ZCARD', LEASES) > 0
+  if alive then release_held(limit) end
   for _, id in ipairs(call('ZRANGEBYSCORE', DELAYS, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', DELAYS, id)
     local row = row_of(id)
@@ -171,7 +177,14 @@ local function timers(limit)
     wake()
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', 0, limit)) do
-    conclude(id, row_of(id), 'expired', NOTHING, 'its deadline passed while it waited')
+    local row = row_of(id)
+    if alive or row.held then
+      conclude(id, row, 'expired', NOTHING, 'its deadline passed while it waited')
+    else -- the last worker went while it waited
+      hold(id, row)
+      call('ZADD', DEADLINES, row.deadline_ms, id)
+      keep(id, row)
+    end
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', FORGET, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', FORGET, id)

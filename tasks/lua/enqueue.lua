@@ -1,10 +1,12 @@
 -- enqueue: accept a task, once per id.
 -- KEYS   + body STRING, view STRING, then the wake ZSET of each preferred worker
 -- ARGV   2 id  3 message  4 facts ('' : no usage entry)  5 body ('' : none)  6 view ('' : none)  7 their TTL ms
---        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, steal_ms, weight,
---          preferred} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds {waiting_max, tokens_max,
---          tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot {attempt, shown}
--- reply  {'accepted', place, whether a worker is alive} | {'known', state} | {'full', 'model' or 'tenant', waiting, tokens}
+--        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, steal_ms,
+--          weight, preferred} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds
+--          {waiting_max, tokens_max, tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot
+--          {attempt, shown}
+-- reply  {'accepted', place, whether a worker is alive} | {'known', state}
+--        | {'full', 'model' or 'tenant', waiting, tokens}
 -- Repeat: safe, the row is the duplicate check.                                                     cost O(log n)
 local id, row = ARGV[2], cmsgpack.unpack(ARGV[8])
 local known = row_of(id)
@@ -24,7 +26,8 @@ end
 local alive = call('ZCARD', LEASES) > 0
 local delay_ms, home_ms = row.delay_ms, row.home_ms
 row.waiting_max, row.tokens_max, row.tenant_waiting_max, row.tenant_tokens_max, row.delay_ms, row.home_ms = nil
-row.facts, row.arrival, row.entered_ms, row.due_ms = ARGV[4], call('HINCRBY', COUNTERS, 'arrival', 1), now, now + row.due_ms
+row.facts, row.entered_ms, row.due_ms = ARGV[4], now, now + row.due_ms
+row.arrival = call('HINCRBY', COUNTERS, 'arrival', 1)
 for name, default in pairs(DEFAULTS.__index) do
   if row[name] == default then row[name] = nil end
 end
@@ -48,10 +51,7 @@ if delay_ms > 0 then
   keep(id, row)
   return { 'accepted', depth + 1, alive and 1 or 0 }
 end
-if not alive then
-  row.held, row.deadline_ms = true, now + HELD_MS
-  call('ZADD', HELD, row.arrival, id)
-end
+if not alive then hold(id, row) end
 join(id, row)
 keep(id, row)
 

@@ -1,7 +1,7 @@
 -- finish: the worker that has the claims ends the requests. Output that no beat has charged is charged to its tenant.
 -- KEYS   + for each request: body STRING, view STRING
--- ARGV   2 worker  3 msgpack list, for each request a list: id, attempt, outcome, input, cached, output, reasoning tokens,
---        message, whether it is to be kept as a dead letter
+-- ARGV   2 worker  3 msgpack list, for each request a list: id, attempt, outcome, input, cached, output, reasoning
+--        tokens, message, whether it is to be kept as a dead letter
 -- reply  for each: 1 ended by this call | 2 this attempt ended before: a repeat | 0 fenced: somebody else's
 -- Repeat: safe, an ended row is never ended again.                              cost O(requests log n)
 local bodies = {} -- to be deleted

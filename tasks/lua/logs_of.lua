@@ -3,7 +3,11 @@
 -- reply  workers whose logs hold it, in order: at most who had it last and who has it; none: all of it is saved
 -- Repeat: safe, reads only. Cost O(1).
 local row = row_of(ARGV[2])
-if not row or row.state == 'ended' then return {} end
+if not row then return {} end
+if row.state == 'ended' then -- its worker saved all before it said so; who was lost said nothing, and may have had some
+  local answered = row.ending.outcome == 'completed' or row.ending.outcome == 'length'
+  return (answered or row.worker == '') and {} or { row.worker }
+end
 local logs = {}
 if row.trail ~= '' then logs[1] = row.trail end
 if row.worker ~= '' then logs[#logs + 1] = row.worker end

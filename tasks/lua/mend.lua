@@ -19,7 +19,8 @@ end
 
 local function told(one, letter)
   local row = letter.row
-  return { one, letter.reason, letter.dead_ms, row.attempt, row.losses, row.class, row.tenant, row.input, letter.message }
+  return { one, letter.reason, letter.dead_ms, row.attempt, row.losses, row.class, row.tenant, row.input,
+    letter.message }
 end
 
 if verb == 'list' then

@@ -1,22 +1,22 @@
--- order: who is next. Class first (strict); inside a class the tenant that was served least; then its own arrival order,
--- of whose first few one that prefers the claiming worker goes first.
+-- order: who is next. Class first (strict); inside a class the tenant that was served least; then its own arrival
+-- order, of whose first few one that prefers the claiming worker goes first.
 --
--- Service is a virtual token counter (VTC, Sheng et al., arXiv 2401.00588): a tenant is charged its input when a request
--- of its is claimed and its output, twice, as it is generated, divided by its weight. The least charged goes first, so
--- two tenants that both wait get equal tokens, whatever the sizes of their requests: the gap stays below twice the
--- larger of the longest input and twice the longest output. Who was idle gets no credit for it: on joining a line a
--- tenant is lifted to the least charged one there, or, if nobody waits, to the one that left last.
+-- Service is a virtual token counter (VTC, Sheng et al., arXiv 2401.00588): a tenant is charged its input when a
+-- request of its is claimed and its output, twice, as it is generated, divided by its weight. The least charged goes
+-- first, so two tenants that both wait get equal tokens, whatever the sizes of their requests: the gap stays below
+-- twice the larger of the longest input and twice the longest output. Who was idle gets no credit for it: on joining a
+-- line a tenant is lifted to the least charged one there, or, if nobody waits, to the one that left last.
 --
 -- Strict classes starve. So one claim in OVERDUE_EVERY goes to the request that is overdue longest, of any class; under
 -- overload that is a rate, not a bound on its wait.
 
 local OUTPUT_COST = 2
-local LINES_MAX = 16 -- tenants that one search looks at
+local LINES_MAX = 16 -- tenants that one search looks at, and as many again if none of them has what fits
 local TRIES_MAX = 4  -- rows of one tenant that it reads
 local CROWD_RATIO, CROWD_SLACK = 1.5, 4 -- a worker is crowded that runs so many times the mean, and so many more
 
 local function member(id, row)
-  return row.class .. '|' .. row.tenant .. '|' .. string.format('%015d', row.arrival) .. '|' .. row.preferred .. '|' .. id
+  return table.concat({ row.class, row.tenant, string.format('%015d', row.arrival), row.preferred, id }, '|')
 end
 
 local function members(class_tenant, limit)
@@ -107,8 +107,8 @@ local function could_hold(row, room) -- were it alone
   return (room.total_kv < 0 or row.need <= room.total_kv) and (room.context < 0 or row.most <= room.context)
 end
 
--- Larger than this worker. It ends when for TOO_LARGE_MS that was so of every worker that is there: who is full does not
--- look, and may yet hold it.
+-- Larger than this worker. It ends when that was so of every worker there is, for TOO_LARGE_MS. (Who is full does not
+-- look, and may yet hold it.)
 local function refuse(id, row, room)
   local name = '|' .. room.worker .. '|'
   if not string.find(row.refused, name, 1, true) then
@@ -155,8 +155,8 @@ local function crowded(worker)
   return call('ZLEXCOUNT', CLAIMS, first, first .. '\255') > CROWD_RATIO * mean + CROWD_SLACK
 end
 
--- Whether another than its preferred workers may have it. Else how long not yet, ms. Who has slots and is only busy (ROOMS
--- below 0) is waited for too: mostly that is over before its prefix were computed anew.
+-- Whether another than its preferred workers may have it. Else how long not yet, ms. Who has slots and is only busy
+-- (ROOMS below 0) is waited for too: mostly that is over before its prefix were computed anew.
 local function stealable(row, room)
   if row.preferred == '' then return true end
   local left_ms = row.entered_ms + math.min(room.steal_ms, row.steal_ms or room.steal_ms) - now
@@ -228,19 +228,28 @@ local function overdue(room)
   pass_over(id, row, room)
 end
 
+local function next_in(first, last, room) -- of these lines
+  for _, class_tenant in ipairs(call('ZRANGE', TENANTS, first, last)) do
+    if string.byte(class_tenant) - 48 >= room.below then return end
+    local id, row, others = next_of(class_tenant, room)
+    if id then return id, row, others end
+  end
+end
+
 local function next_for(room)
   if room.slots <= 0 then return end
   local id, row = saved_for(room)
   if not id then id, row = overdue(room) end
   if id then return id, row end
-  for from = 0, 1 do -- the first line nearly always has it
-    for _, class_tenant in ipairs(call('ZRANGE', TENANTS, from, from * (LINES_MAX - 1))) do
-      if string.byte(class_tenant) - 48 >= room.below then return end
-      local others
-      id, row, others = next_of(class_tenant, room)
-      if id then return id, row, others end
-    end
-  end
+  local others
+  id, row, others = next_in(0, 0, room) -- it nearly always has it
+  if not id then id, row, others = next_in(1, LINES_MAX - 1, room) end
+  if id then return id, row, others end
+  -- Nothing in front fits. Elsewhere each time, or so many large requests would hold up everybody behind them.
+  local more = call('ZCARD', TENANTS) - LINES_MAX
+  if more <= 0 then return end
+  local from = LINES_MAX + counter('searches') * LINES_MAX % more
+  return next_in(from, from + LINES_MAX - 1, room)
 end
 
 -- An estimate of how many go first: all of higher classes, and of its own class as many of every tenant as of its own.

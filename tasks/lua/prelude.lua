@@ -10,14 +10,14 @@ local EXTRA = 25 -- first key of a script's own, where it has one
 local PREFIX = ARGV[1]
 
 local FORGET_MS = 900000 -- an ended row is remembered this long: terminal record, duplicate check
-local SILENCE_MS = 1500  -- nothing heard from anybody for so long, and half a lease: the store was away, not its workers
+local SILENCE_MS = 1500  -- nobody was heard for so long, and half a lease: the store was away, not its workers
 local MERCY_MS = 3000    -- and at least this long after that nobody is reaped, also where no worker has said its lease
 local LOSSES_MAX = 3     -- a request that took this many workers down with it is a dead letter
 local ATTEMPTS_MAX = 10  -- from this attempt on it is under suspicion also when it had made tokens first
 local OVERDUE_EVERY = 16 -- one claim in so many goes to whoever is overdue longest, of any class
 local SAVE_MS = 2000     -- a request passed over for its size so long gets a worker that saves KV cache for it
-local TOO_LARGE_MS = 60000 -- and if no worker that is there could hold it even alone, for so long, it is ended
-local HELD_MS = 900000   -- a request that came while no worker was alive waits at most this long for one
+local TOO_LARGE_MS = 60000 -- and if no worker there is could hold it even alone, for so long, it is ended
+local HELD_MS = 900000   -- a request that no worker is alive for waits at most this long for one
 local DEAD_MS = 604800000 -- a dead letter is kept a week
 local DEAD_MAX = 10000   -- and at most so many are
 local CLASS_STRIDE = 70368744177664 -- 2^46: the class in a tenant's score
@@ -37,7 +37,8 @@ local ended = {}                 -- ids
 local DEFAULTS = { __index = {
   owner = '', gateway = '', preferred = '', facts = '', worker = '', cancelled = '', trail = '', saver = '',
   refused = '', patience_ms = 0, deadline_ms = 0, first_ms = 0, passed_ms = 0, refused_ms = 0,
-  input = 0, need = 0, most = 0, served = 0, losses = 0, weight = 1, rerunnable = true, shown = false, held = false, bodied = false,
+  input = 0, need = 0, most = 0, served = 0, losses = 0, weight = 1,
+  rerunnable = true, shown = false, held = false, bodied = false,
 } }
 
 local function read(id, packed)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from core.redis import AWAY, NOW_MS, AsyncStore, Call, Script, Store, command, listener, tag
+from core.redis import AWAY, EXCHANGE_S, NOW_MS, AsyncStore, Call, Script, Store, command, listener, tag
 from core.stream.log import log_step, publish
 from ops import stores
 from tests.conftest import on_loop
@@ -142,7 +145,7 @@ async def test_a_step_is_published_at_the_node_that_logs_it(tmp_path: Path) -> N
 
     home = side.client.get_node_from_key(tag("m")).port
     counts = {node.port: redis.Redis(port=node.port).info("commandstats") for node in side.client.get_primaries()}
-    published = {port: count["cmdstat_publish"]["calls"] for port, count in counts.items() if "cmdstat_publish" in count}
+    published = {port: of["cmdstat_publish"]["calls"] for port, of in counts.items() if "cmdstat_publish" in of}
     assert published == {home: 20}
     await store.close()
     side.close()
@@ -172,6 +175,27 @@ async def test_a_store_that_may_not_write_for_now_is_away(tmp_path: Path) -> Non
     await store.close()
     side.close()
     server.stop()
+
+
+def test_many_that_find_a_new_cluster_away_learn_it_together() -> None:
+    """A node that takes connections and says nothing: nobody waits for everybody else's tries."""
+    took_s = []
+
+    def look() -> None:
+        began_s = time.monotonic()
+        with pytest.raises(AWAY):
+            store.run(NOW_MS)
+        took_s.append(time.monotonic() - began_s)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = Store.connect(f"redis+cluster://127.0.0.1:{silent.getsockname()[1]}")
+        threads = [threading.Thread(target=look) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert len(took_s) == 6 and max(took_s) < 2 * EXCHANGE_S
 
 
 @pytest.mark.timeout(120)

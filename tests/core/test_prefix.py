@@ -10,7 +10,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.prefix import HOLDERS, MARK_BYTES, chain, checkpoints, depths, hold, holders
+from core.prefix import HOLD_MAX_MS, HOLDERS, MARK_BYTES, chain, checkpoints, depths, hold, holders
 from core.redis import Store
 from tests.conftest import Clock
 
@@ -136,6 +136,13 @@ def test_expired_hashes_go_as_others_come(store: Store, clock: Clock, valkey: re
         store.run(hold("m", "w", [b"new%d" % n], hold_ms=1000))
 
     assert valkey.hlen("f1:{m}:holders") == 100
+
+
+def test_the_index_of_a_model_that_nobody_asks_for_any_more_goes_as_a_whole(store: Store, valkey: redis.Redis) -> None:
+    store.run(hold("m", "w", checkpoints(chain(list(range(64)), 16, SALT))))
+
+    for key in ("f1:{m}:holders", "f1:{m}:holders_due"):
+        assert 0 < valkey.pttl(key) <= HOLD_MAX_MS
 
 
 def test_a_repeated_hold_changes_nothing(store: Store) -> None:

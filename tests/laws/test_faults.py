@@ -78,8 +78,9 @@ def test_leaving_a_request_that_is_not_streamed_cancels_it(platform: Platform) -
 
 
 def test_closing_a_socket_cancels_what_it_asked_for(platform: Platform) -> None:
-    """The client's own close waits up to ten seconds for events that it has not read; the server does not."""
-    connection = platform.client().responses.connect().enter()
+    """The client's own close waits for events that it has not read, ten seconds if it is let; the server does not."""
+    options: Any = {"close_timeout": 1}
+    connection = platform.client().responses.connect(websocket_connection_options=options).enter()
     connection.response.create(model=MODEL, input="hello", max_output_tokens=4000)
     next(event for event in connection if event.type == "response.output_text.delta")
     assert running(platform)
@@ -310,6 +311,26 @@ def test_a_store_that_hangs_is_a_503_within_a_second(platform: Platform) -> None
         lambda: platform.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO}).status_code == 200,
         "recovery",
     )
+
+
+def test_a_full_store_is_a_503_and_no_stream_misses_anything(platform: Platform) -> None:
+    """At its memory's bound it refuses to write. What runs goes on into its worker's buffer, and past the lease."""
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 5}
+    with ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(stream_text, platform, n, seed=n, max_tokens=1000) for n in range(10)]
+        until(lambda: len(running(platform)) == 10, "all to run")
+        platform.store.client.config_set("maxmemory", 1)
+        try:
+            refused = platform.post("/v1/chat/completions", body)
+            time.sleep(2.5)
+        finally:
+            platform.store.client.config_set("maxmemory", 0)
+        results = [one.result() for one in asked]
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+    assert [(text, end) for _, text, end in results] == [(text_of(n, 1000), "length") for n in range(10)]
+    assert {platform.rows()[request_id].attempt for request_id, _, _ in results} == {1}
+    until(lambda: platform.post("/v1/chat/completions", body).status_code == 200, "recovery")
 
 
 def test_postgres_away_stops_nobody_and_loses_nothing(platform: Platform) -> None:

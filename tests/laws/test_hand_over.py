@@ -17,7 +17,7 @@ import psutil
 
 from core.redis import tag
 from core.values import Caller, Request, Sampling
-from tests.laws.test_faults import answers, greedy_text, raw_stream, running, stream_text, text_of
+from tests.laws.test_faults import greedy_text, running, stream_text, text_of
 from tests.platform import MODEL, Platform, kill, until
 from workers.scripted import script_seed
 
@@ -102,7 +102,7 @@ def test_a_worker_that_must_go_hands_over_what_it_cannot_end(platform: Platform)
 def test_a_zombie_adds_nothing_to_a_stream_that_was_handed_over(platform: Platform) -> None:
     """Paused past its lease, it goes on in the middle of a step; the gateway takes nothing of an older attempt."""
     with ThreadPoolExecutor(10) as pool:
-        asked = streams(pool, platform, 10, 1500)
+        asked = streams(pool, platform, 10, 1000)
         until(lambda: len(platform.busy()) == 2 and len(running(platform)) == 10, "both workers to be busy")
         time.sleep(0.5)
         zombie = psutil.Process(platform.busy()[0].pid)
@@ -112,15 +112,15 @@ def test_a_zombie_adds_nothing_to_a_stream_that_was_handed_over(platform: Platfo
         zombie.resume()
         told = [one.result() for one in asked]
 
-    assert are_whole(told, 1500)
-    assert are_billed_once(platform, told, 1500)
+    assert are_whole(told, 1000)
+    assert are_billed_once(platform, told, 1000)
 
 
 def test_a_store_away_for_longer_than_a_lease_runs_nothing_again(platform: Platform) -> None:
     """Stopped for two leases: workers go on into their buffers, and nobody is reaped when it is back."""
     server = psutil.Process(int(platform.store.client.info("server")["process_id"]))
     with ThreadPoolExecutor(10) as pool:
-        asked = streams(pool, platform, 10, 2000)
+        asked = streams(pool, platform, 10, 1500)
         until(lambda: len(running(platform)) == 10, "all to run")
         time.sleep(0.5)
         server.suspend()
@@ -128,7 +128,7 @@ def test_a_store_away_for_longer_than_a_lease_runs_nothing_again(platform: Platf
         server.resume()
         told = [one.result() for one in asked]
 
-    assert are_whole(told, 2000)
+    assert are_whole(told, 1500)
     assert {platform.rows()[request_id].attempt for request_id, _, _ in told} == {1}
 
 
@@ -155,33 +155,6 @@ def test_greedy_text_is_the_same_on_two_workers_as_on_one(platform: Platform) ->
         platform.worker_running(request_id).kill()
 
     assert asked.result()[1:] == (greedy_text("h", LONG), "length")
-
-
-def test_what_a_dead_gateway_had_open_ends_when_nobody_comes_for_it(platform: Platform) -> None:
-    with raw_stream(platform, stream=True) as answer:
-        request_id = answer.headers["x-request-id"]
-        until(lambda: request_id in running(platform), "it to run")
-        kill(platform.pid("web0"))
-        for child in gunicorn_workers(platform):
-            kill(child)
-        until(lambda: platform.rows()[request_id].state == "ended", "its end", 20)
-
-    ending = platform.rows()[request_id].ending
-    assert ending is not None and ending.outcome == "gateway_lost"
-    assert platform.usage_of(request_id)["outcome"] == "gateway_lost"
-    until(lambda: answers(platform), "the gateway to be there again", 30)
-
-
-def gunicorn_workers(platform: Platform) -> list[int]:
-    """Children of a gateway that was killed hard see their arbiter gone, but not at once."""
-    return [child.pid for child in psutil.process_iter() if _serves(child, platform.ports[0])]
-
-
-def _serves(process: psutil.Process, port: int) -> bool:
-    try:
-        return process.environ().get("FOREBAY_PORT") == str(port) and "web.serve" in " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
 
 
 def test_nothing_is_left_behind_but_what_expires(platform: Platform) -> None:

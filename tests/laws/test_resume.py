@@ -17,7 +17,7 @@ from openai.types.responses import ResponseStreamEvent
 
 from core import postgres
 from core.accounts import keys
-from tests.laws.test_faults import ended_within, text_of
+from tests.laws.test_faults import answers, ended_within, text_of
 from tests.platform import MODEL, PEPPER, Platform, until
 
 #: About two seconds on the scripted engine.
@@ -74,14 +74,7 @@ def test_a_stream_goes_on_at_the_second_gateway_when_the_first_is_killed(platfor
     row = platform.usage_of(request_id_of(response_id))
     assert (row["outcome"], row["output_tokens"], row["attempt"]) == ("length", LONG, 1)
     print(f"the first event from the second gateway came {pause_s * 1000:.0f} ms after the kill")
-    until(lambda: _answers(platform), "the gateway to be started again", 30)
-
-
-def _answers(platform: Platform) -> bool:
-    try:
-        return requests.get(platform.url + "/ready", timeout=2).status_code == 200
-    except (requests.ConnectionError, requests.Timeout):
-        return False
+    until(lambda: answers(platform), "the gateway to be started again", 30)
 
 
 def test_the_sdks_own_helper_shows_a_stream_that_began_elsewhere(platform: Platform) -> None:
@@ -183,7 +176,7 @@ def test_a_chat_stream_goes_on_after_its_last_event_and_is_one_request(platform:
     assert end.rpartition(":")[0] == last.rpartition(":")[0]
     assert len(platform.rows()) == before + 1
     assert platform.usage_of(last.rpartition(":")[0])["output_tokens"] == LONG
-    until(lambda: _answers(platform), "the gateway to be started again", 30)
+    until(lambda: answers(platform), "the gateway to be started again", 30)
 
 
 def test_the_sdk_reads_a_chat_stream_that_waits(platform: Platform) -> None:
@@ -260,6 +253,7 @@ def test_what_nobody_comes_back_for_ends_as_gateway_lost_and_says_so(platform: P
     shown = platform.client(1).responses.retrieve(had[0].response.id)
 
     assert ending.outcome == "gateway_lost" and ending.usage.output_tokens < 4000
+    assert platform.usage_of(request_id_of(had[0].response.id))["outcome"] == "gateway_lost"
     assert shown.status == "failed" and shown.error is not None and "gateway" in shown.error.message
     assert shown.output_text.startswith(text(had)) and text_of(29, 4000).startswith(shown.output_text)
-    until(lambda: _answers(platform), "the gateway to be started again", 30)
+    until(lambda: answers(platform), "the gateway to be started again", 30)

@@ -277,6 +277,8 @@ def test_the_checker_finds_what_is_wrong(side: Store, breaks: Any, said: str) ->
     (9, 8, 9, Outcome.COMPLETED, False),
     (9, 9, 8, Outcome.LENGTH, False),
     (12, 9, 5, Outcome.CANCELLED, True),
+    (12, 0, 5, Outcome.CANCELLED, True),
+    (12, 4, 5, Outcome.CANCELLED, False),
     (9, 10, 9, Outcome.CANCELLED, False),
     (9, 9, 10, Outcome.CANCELLED, False),
     (9, 1, 0, Outcome.EXPIRED, False),

@@ -28,6 +28,25 @@ def test_what_comes_while_no_worker_is_alive_is_held_and_its_patience_begins_whe
     assert bench.ending("a").outcome == "expired"
 
 
+def test_what_the_last_worker_leaves_behind_is_held_for_the_next(bench: Bench) -> None:
+    """Whether it waited already or comes back: while nobody could have run it, its deadline means nothing."""
+    bench.beat()
+    bench.put("back", patience_ms=5000)
+    assert bench.claim() == ["back"]
+    bench.put("waits", patience_ms=5000)
+    bench.die()
+    bench.wait(60_000)
+    assert [bench.seen(name).state for name in ("back", "waits")] == ["waiting", "waiting"]
+    assert bench.valkey.zcard(bench.key("held")) == 2
+
+    bench.beat("w2")
+    bench.clock.advance(4999)
+    assert bench.claim("w2") == ["back"]
+    bench.clock.advance(1)
+    bench.beat("w2")
+    assert bench.ending("waits").outcome == "expired"
+
+
 def test_with_a_worker_alive_nothing_is_held(bench: Bench) -> None:
     bench.beat()
 
@@ -66,9 +85,12 @@ def test_a_held_request_that_is_claimed_and_comes_back_is_not_held_any_more(benc
 
     assert bench.valkey.zcard(bench.key("held")) == 8
     assert sum(bool(bench.row(f"r{n}").get("held")) for n in range(40)) == 8
-    bench.wait(4000)
+    for _ in range(4):
+        bench.beat()
+        bench.wait(1000)
     assert bench.valkey.zcard(bench.key("held")) == 0
     assert bench.valkey.zcard(bench.key("waiting")) == 40
+    bench.beat()
     bench.wait(2000)
     assert {outcome for _, outcome in bench.outcomes()} == {"expired"} and len(bench.outcomes()) == 40
 

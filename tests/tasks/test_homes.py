@@ -200,6 +200,17 @@ def test_who_takes_over_is_told_whose_log_to_read_until_it_has_saved_it(bench: B
     assert bench.store.run(bench.queue.logs_of("a")) == []
 
 
+def test_what_was_lost_with_its_worker_is_still_found_in_its_log(bench: Bench) -> None:
+    """Its client may come back for what it was shown, and for the ending."""
+    bench.put("a", gateway="g", rerunnable=False)
+    assert bench.store.run(bench.queue.logs_of("nothing")) == []
+    assert deliver(bench, "w1", bench.take("w1"))
+    bench.die("w1")
+
+    assert bench.ending("a").outcome == "worker_lost"
+    assert bench.store.run(bench.queue.logs_of("a")) == ["w1"]
+
+
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_takeover_is_told_to_the_gateway_with_the_claim_if_anything_was_shown(bench: Bench, delivered: bool) -> None:
     """From then on it drops what the older attempt may still send."""

@@ -208,6 +208,17 @@ def test_once_a_large_one_is_overdue_its_worker_takes_nothing_more_urgent_either
     assert bench.claim("w1", kv_tokens=100, total_kv_tokens=100) == ["large"]
 
 
+def test_large_ones_of_many_tenants_do_not_hold_up_those_behind_them(bench: Bench) -> None:
+    """However many lines begin with one: what fits is found further back."""
+    for n in range(40):
+        bench.put(f"large{n}", need_tokens=100, tenant=f"large{n}")
+    for n in range(3):
+        bench.put(f"small{n}", need_tokens=1, tenant="small")
+
+    taken = [name for _ in range(12) for name in bench.claim("w1", kv_tokens=50, total_kv_tokens=100)]
+    assert taken == ["small0", "small1", "small2"]
+
+
 def test_only_a_worker_that_could_ever_hold_it_saves_for_it(bench: Bench) -> None:
     passed_over(bench, most_tokens=500)
     bench.claim("w1", kv_tokens=50, total_kv_tokens=99)

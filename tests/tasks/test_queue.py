@@ -10,6 +10,7 @@ from core.redis import Store
 from core.values import Class, Outcome, Usage
 from tasks.queue import Claim, Queue, Task, checksum
 from tests.conftest import Clock
+from tests.tasks.conftest import Bench
 
 STORES = ("single", "cluster")
 

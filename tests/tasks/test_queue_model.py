@@ -187,8 +187,10 @@ class Model:
     def pass_time(self, now_ms: int) -> None:
         self.now_ms = now_ms
         for name, row in self.of("waiting").items():
-            if 0 < row.deadline_ms <= now_ms:
+            if 0 < row.deadline_ms <= now_ms and (self.leases or row.held):
                 self.end(name, "expired")
+            elif 0 < row.deadline_ms <= now_ms:
+                row.held, row.deadline_ms = True, now_ms + HELD_MS
         for worker in [worker for worker, until_ms in self.leases.items() if until_ms <= now_ms]:
             self.bury(worker, lost=True)
         for gateway in [gateway for gateway, until_ms in self.homes.items() if until_ms <= now_ms]:

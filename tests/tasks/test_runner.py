@@ -19,7 +19,7 @@ from core.redis import AsyncStore, Call, Store
 from core.values import Outcome, Usage
 from tasks.broker import QueueBroker
 from tasks.queue import Claim, Queue, Task
-from tasks.runner import IDLE_S, Finished, Runner
+from tasks.runner import IDLE_S, Finished, Held, Runner
 from tests.conftest import PATIENCE_S, on_loop
 
 STORES = ("single", "cluster")
@@ -330,7 +330,8 @@ async def test_a_thousand_time_limits_take_no_place_away(bench: Bench) -> None:
             for n in range(1000):
                 bench.send(actor, f"t{n}", time_limit=5)
             await bench.until(lambda: bench.side.client.xlen(bench.queue.prefix + "usage") == 1000)
-        assert not bench.runner.held and bench.runner.room() == 16
+            await bench.until(lambda: not bench.runner.held)
+        assert bench.runner.room() == 16
         for _ in range(16):
             bench.send(actor)
         await bench.until(lambda: len(bench.runner.held) == 16)
@@ -577,6 +578,28 @@ async def test_a_drain_lets_tasks_end_and_hands_back_what_outlasts_it(bench: Ben
     assert [(c.id, c.attempt) for c in bench.claim("w2", "a") + bench.claim("w2", "b")] == [(second, 2), (third, 1)]
     assert valkey.zscore("f1:{q}:leases", "w") is None
     assert outcomes(valkey) == [(first, "completed")]
+
+
+@on_loop
+async def test_what_breaks_as_it_is_stopped_goes_back_all_the_same(bench: Bench) -> None:
+    async def sore() -> None:
+        bench.marks.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("as it was stopped")
+
+    async def put_away(held: list[Held]) -> None:
+        await asyncio.wait([one.task for one in held if one.task])
+
+    actor = bench.actor(sore)
+    async with bench.make():
+        bench.runner.before_back = put_away
+        task = bench.send(actor)
+        await bench.marked("began")
+        await bench.runner.drain(0)
+
+    assert bench.state(task) == "waiting"
 
 
 @on_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from core.redis import Call, Store
 from core.values import WorkerState
 from web.admission import Admission, _held_by
 
-NOBODY: Any = None
+NOBODY: Any = SimpleNamespace()
 
 
 def announce(store: Store, name: str, kv_tokens: int) -> None:

@@ -196,6 +196,7 @@ def test_the_tier_decides_the_class(tier: str | None, cls: Class) -> None:
         ({"service_tier": 1}, "service_tier"),
         ({"user": 1}, "user"),
         ({"safety_identifier": "x" * 129}, "safety_identifier"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ],

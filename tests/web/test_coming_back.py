@@ -462,6 +462,16 @@ def test_a_client_that_said_so_may_leave_and_come_back(place: Place) -> None:
     assert text_of(list(again)) == "llo"
 
 
+def test_what_ends_while_its_client_is_away_is_settled_all_the_same(place: Place) -> None:
+    with open_stream(place, "/v1/responses", ASKED, "Hel", headers={"X-Forebay-Linger": "60"}) as claim:
+        pass
+    is_open = tag("org:o") + "open"
+    assert place.store.client.zcard(is_open) == 1
+    place.worker.finish(claim)
+
+    until(lambda: place.store.client.zcard(is_open) == 0, "the hold to be given back")
+
+
 def test_a_head_takes_no_stream_from_its_reader(place: Place) -> None:
     """It would have nothing to show it in, and its end would cancel the request."""
     with open_stream(place, "/v1/responses", ASKED, "Hel") as claim:

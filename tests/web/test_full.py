@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis.exceptions import ResponseError
+from structlog.testing import capture_logs
 
 from core import catalog, fleet
 from core.accounts.keys import KeyRecord
 from core.catalog import QueueBounds
 from core.outlook import RETRY_UNKNOWN_MS, Pace, Starting
-from core.redis import Store, tag
+from core.redis import Call, Store, tag
 from core.values import WorkerState
 from tasks.queue import Bounds, Queue, Task
 from web.admission import Admission, queue_bounds
@@ -92,6 +94,24 @@ def test_a_full_queue_says_which_bound_was_reached_and_when_to_come_again(
     assert place.store.client.zcard(tag("org:o") + "open") == 0
     assert place.subscriber.streams == {}
     assert place.store.client.hlen(tag("m") + "rows") == sum(len(tokens) for _, *tokens in waiting)
+
+
+def test_a_request_that_cannot_be_enqueued_for_whatever_reason_leaves_no_stream_open(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.store.run
+
+    def busy(call: Call[Any]) -> Any:
+        if place.queue.keys[0] in call.keys:
+            raise ResponseError("BUSY a script runs")
+        return run(call)
+
+    with monkeypatch.context() as patch, capture_logs():
+        patch.setattr(place.store, "run", busy)
+        refused = place.ask()
+
+    assert (refused.status_code, refused.json["error"]["type"]) == (500, "server_error")
+    assert place.subscriber.streams == {}
 
 
 def test_a_full_queue_of_unknown_pace_says_a_few_seconds(place: Place) -> None:

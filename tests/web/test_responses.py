@@ -148,6 +148,7 @@ def test_the_tier_decides_the_class_and_is_echoed_as_it_was_used() -> None:
     [
         ({"model": None}, "model"),
         ({"input": None}, "input"),
+        ({"reasoning": {"effort": "x" * 513}}, "reasoning.effort"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),

@@ -29,7 +29,7 @@ from core.values import Caller, Ending, Outcome, Request, Sampling, Usage, Worke
 from tasks.queue import WATCH_MAX, Bounds, Claim, Queue, generation
 from tests.conftest import TimedStore
 from web.stream import KEPT_MAX, Again, Broken, Ended, Event, Running, Stream, Text, Waiting
-from web.subscriber import FILL_PAUSES_S, Subscriber
+from web.subscriber import FILL_PAUSES_S, REST_S, Subscriber
 
 MODEL = "m"
 LEASE_MS = 60_000
@@ -43,13 +43,14 @@ def request(
     temperature: float = 0.0,
     gateway: str = "g",
     key: str = "k",
+    org: str = "o",
     linger_ms: int = 0,
     repetition_penalty: float = 1.0,
 ) -> Request:
     return Request(
         id=name,
         model=MODEL,
-        caller=Caller(org_id="o", project_id="p", key_id=key),
+        caller=Caller(org_id=org, project_id="p", key_id=key),
         gateway=gateway,
         prompt_token_ids=[1, 2],
         sampling=Sampling(max_tokens=50, temperature=temperature, repetition_penalty=repetition_penalty),
@@ -1001,6 +1002,16 @@ def test_those_who_look_at_once_share_one_reading_of_the_log(gateway: Gateway, m
     assert reads(gateway, "xrange") - before == 2
 
 
+def test_who_looks_again_and_again_has_to_wait_for_the_streams(gateway: Gateway) -> None:
+    gateway.open(request())
+    began_s = time.monotonic()
+
+    for _ in range(4):
+        gateway.subscriber.filler.read(MODEL, "r")
+
+    assert time.monotonic() - began_s >= 3 * REST_S
+
+
 def test_a_reading_that_fails_fails_for_all_and_the_next_one_does_not(gateway: Gateway) -> None:
     gateway.open(request())
     gateway.store.away = True
@@ -1103,6 +1114,16 @@ def test_beyond_a_bound_the_oldest_lingering_stream_is_cancelled(
         gateway.subscriber.close(gateway.open(request(name, linger_ms=10_000)))
 
     assert [gateway.outcome(name) for name in ("a", "b", "c")] == ["cancelled", "waiting", "waiting"]
+
+
+def test_nobodys_lingering_streams_are_cancelled_for_those_of_another_organisation(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("web.subscriber.LINGERING_MAX", 3)
+    for name, org in (("a", "few"), ("b", "many"), ("c", "many"), ("d", "many"), ("e", "few")):
+        gateway.subscriber.close(gateway.open(request(name, org=org, linger_ms=10_000)))
+
+    assert [name for name in "abcde" if gateway.outcome(name) == "cancelled"] == ["b", "c"]
 
 
 def test_a_request_the_store_forgot_is_put_back_and_resumes_where_it_was(gateway: Gateway) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import dramatiq
@@ -240,7 +241,8 @@ class Worker:
         frames = self.side.run(logged(MODEL, self.name))
         kept = self.side.run(saved(MODEL, name))
         output.add(kept)
-        output.add_frames(frames)
+        for frame in frames:
+            output.add(frame.deltas)
         return output
 
     def _step(self) -> None:
@@ -446,7 +448,21 @@ async def test_when_the_engine_dies_its_requests_go_back_to_the_queue(worker: Wo
 
 
 @on_loop
-async def test_an_engine_that_breaks_in_the_middle_fails_that_request_alone_and_after_its_tokens(worker: Worker) -> None:
+async def test_what_a_newer_gateway_says_of_a_request_is_passed_over(worker: Worker) -> None:
+    """Two releases side by side: the body has fields that this worker does not know."""
+    asked = generation(request("a"))
+    body = msgspec.msgpack.decode(asked.body) | {"novelty": [1]}
+    body["sampling"] |= {"novelty": 0.5}
+    body["caller"] |= {"novelty": "x"}
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.side.run(worker.queue.enqueue(replace(asked, body=msgspec.msgpack.encode(body))))
+        ending = await gateway.ending("a")
+
+    assert (ending.outcome, gateway.tokens("a")) == ("length", scripted_tokens(7, 20))
+
+
+@on_loop
+async def test_an_engine_that_breaks_fails_its_request_alone_and_after_its_tokens(worker: Worker) -> None:
     """What was made is delivered and saved before the ending says that it failed; nothing of it stays behind."""
     with capture_logs():
         async with Gateway(worker.url) as gateway, worker.make():
@@ -592,6 +608,23 @@ async def test_an_output_is_saved_whole_before_its_request_ends_and_endings_shar
     asked = worker.store.asked
     assert asked.index("RPUSH") < asked.index("finish")
     assert worker.side.client.pttl(f"f1:{{{MODEL}}}:log:w") > 0, "a log has a TTL from its first entry on"
+
+
+@on_loop
+async def test_a_log_that_was_forgotten_while_its_worker_was_idle_has_a_ttl_from_its_next_entry_on(
+    worker: Worker,
+) -> None:
+    """Else a worker that is killed just then would leave it for ever."""
+    async with worker.make():
+        worker.send(request("a", n=5))
+        await worker.ended("a")
+        worker.publisher._save_due = True
+        assert await worker.publisher.flush()
+        worker.side.client.delete(f"f1:{{{MODEL}}}:log:w")
+        worker.send(request("b", n=5))
+        await worker.ended("b")
+
+    assert worker.side.client.pttl(f"f1:{{{MODEL}}}:log:w") > 0
 
 
 # --- taking over

@@ -99,6 +99,9 @@ class ChatAnswer:
         self, request_id: str, model: str, created_s: int, include_usage: bool, *, opened: bool = False
     ) -> None:
         self._head = {"id": "chatcmpl-" + request_id.replace("-", ""), "created": created_s, "model": model}
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        # With usage asked for, its absence is said in each chunk; without, strict clients want no such key.
+        self._tail = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
         self._opened = opened
 
@@ -111,7 +114,10 @@ class ChatAnswer:
 
     def text(self, delta: str) -> list[Chunk]:
         """The chunk with a piece of text; none for an empty piece."""
-        return [*self.opening(), self._chunk({"content": delta})] if delta else []
+        if not delta:
+            return []
+        chunk = self._chunk({"content": delta})
+        return [chunk] if self._opened else [*self.opening(), chunk]
 
     def nothing(self) -> Chunk:
         """A chunk that says only that the stream is alive."""
@@ -149,9 +155,7 @@ class ChatAnswer:
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> Chunk:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        # With usage asked for, its absence is said in each chunk; without, strict clients want no such key.
-        return {**chunk, "usage": None} if self._include_usage else chunk
+        return {**self._chunk_head, "choices": [choice], **self._tail}
 
 
 def last_event(text: str) -> tuple[str, int]:

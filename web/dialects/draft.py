@@ -20,6 +20,7 @@ from core.values import Class, Ending, Outcome, Sampling
 STOPS_MAX = 4  #: stop strings in a request
 STOP_CHARS_MAX = 1024  #: in one stop string: every step of the engine compares with all of it
 NAME_CHARS_MAX = 256  #: in the name of a model
+ECHO_CHARS_MAX = 512  #: in a field that an answer repeats: it is kept as long as its stream can be shown again
 INT32_MAX = 2**31 - 1  #: no count that a caller sends may be larger
 METADATA_PAIRS_MAX = 16  #: OpenAI's own bounds, here and in the next two
 METADATA_KEY_CHARS_MAX = 64
@@ -146,7 +147,7 @@ class Body(BaseModel):
     store: bool = False
     user: Text | None = None
     safety_identifier: Annotated[Text, Field(max_length=128)] | None = None
-    prompt_cache_key: Text | None = None
+    prompt_cache_key: Annotated[Text, Field(max_length=ECHO_CHARS_MAX)] | None = None
     parallel_tool_calls: bool = True
 
     @model_validator(mode="before")

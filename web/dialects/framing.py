@@ -79,7 +79,9 @@ class ChatFraming:
     def text(self, text: str) -> list[Numbered]:
         fresh = unseen(text, self._chars, self._after)
         self._chars = cursor = self._chars + len(text)
-        return [Numbered(chunk, cursor) for chunk in self.answer.text(fresh)]
+        chunks = self.answer.text(fresh)
+        # One, for all but the first: a comprehension would cost more than the chunk.
+        return [Numbered(chunks[0], cursor)] if len(chunks) == 1 else [Numbered(chunk, cursor) for chunk in chunks]
 
     def ending(self, ending: Ending) -> list[Numbered]:
         last = enumerate(self.answer.ending(ending), self._chars + 1)

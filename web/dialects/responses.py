@@ -24,7 +24,19 @@ from pydantic_core import PydanticCustomError
 from core.errors import BadRequest, ForebayError, LimitReached
 from core.outlook import Starting
 from core.values import ANSWERED, Ending, Outcome, Usage
-from web.dialects.draft import UNSERVED, Body, Content, Count, Draft, Message, Text, error_of, not_served, validated
+from web.dialects.draft import (
+    ECHO_CHARS_MAX,
+    UNSERVED,
+    Body,
+    Content,
+    Count,
+    Draft,
+    Message,
+    Text,
+    error_of,
+    not_served,
+    validated,
+)
 from web.dialects.view import View
 
 Event = dict[str, Any]
@@ -83,8 +95,8 @@ def _items(given: object) -> object:
 class _Reasoning(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    effort: Text | None = None
-    summary: Text | None = None
+    effort: Annotated[Text, Field(max_length=ECHO_CHARS_MAX)] | None = None
+    summary: Annotated[Text, Field(max_length=ECHO_CHARS_MAX)] | None = None
 
 
 class _ResponsesBody(Body):

@@ -18,7 +18,7 @@ from web.app import gateway
 from web.dialects import chat, responses
 from web.dialects.draft import Draft
 from web.dialects.framing import ChatFraming, Comment, ResponsesFraming
-from web.subscriber import Stream
+from web.stream import Stream
 from web.transports import safe_socket
 from web.transports.http import (
     BODY_MAX,

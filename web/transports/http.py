@@ -22,7 +22,7 @@ from core.values import Ending
 from web.admission import Admission, Kept
 from web.dialects import responses
 from web.dialects.framing import ResponsesFraming
-from web.subscriber import Again, Broken, Ended, Idle, Running, Stream, Text, Waiting
+from web.stream import Again, Broken, Ended, Idle, Running, Stream, Text, Waiting
 
 log = logs.get(__name__)
 

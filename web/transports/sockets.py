@@ -22,7 +22,7 @@ from web.admission import Admission, new_id
 from web.dialects import responses
 from web.dialects.framing import Comment, ResponsesFraming, created_s
 from web.dialects.responses import Cancel, Create, Refused, ResponsesAnswer, Resume, Steer
-from web.subscriber import Stream
+from web.stream import Stream
 from web.transports.http import events, resumed
 
 log = logs.get(__name__)

@@ -163,7 +163,7 @@ class VllmEngine:
     def _load(self) -> None:
         # Kept here and not returned: a result lives on in its thread, and vLLM complains if it dies with the process.
         os.environ.update(_ENVIRONMENT)
-        os.environ.pop("PYTHONHASHSEED", None)  # vLLM would seed its block hashes with it, and gateways compute them too
+        os.environ.pop("PYTHONHASHSEED", None)  # vLLM would seed its block hashes with it; gateways compute them too
         for name, value in _ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
         from vllm.engine.arg_utils import AsyncEngineArgs
