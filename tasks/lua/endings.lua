@@ -23,7 +23,9 @@ local function conclude(id, row, outcome, usage, message)
       'output', usage.output_tokens, 'reasoning', usage.reasoning_tokens, 'facts', row.facts)
   end
   local ending = { id = id, attempt = row.attempt, outcome = outcome, usage = usage, message = message, ended_ms = now }
-  keep(id, { state = 'ended', attempt = row.attempt, worker = row.worker, owner = row.owner, ending = ending })
+  local over = { state = 'ended', attempt = row.attempt, worker = row.worker, owner = row.owner, ending = ending }
+  if row.trail ~= '' then over.trail = row.trail end -- not all that was delivered is saved yet
+  keep(id, over)
   if row.gateway ~= '' then
     call('ZREM', HOMES, row.gateway .. '|' .. id)
     call('PUBLISH', PREFIX .. 'gateway:' .. row.gateway, cmsgpack.pack({ v = 1, endings = { ending } }))

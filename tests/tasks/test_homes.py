@@ -251,3 +251,14 @@ def test_a_fenced_worker_delivers_nothing(bench: Bench) -> None:
     assert not deliver(bench, "w1", second)
     assert not bench.row("a").get("shown")
     assert deliver(bench, "w2", second) and deliver(bench, "w2", second)
+
+
+def test_what_ends_while_it_waits_to_be_gone_on_with_still_says_whose_log_has_the_rest(bench: Bench) -> None:
+    bench.put("a", gateway="g", rerunnable=True)
+    claim = bench.take("w1")
+    bench.store.run(bench.queue.deliver("w1", [claim]))
+    bench.die("w1")
+    assert bench.store.run(bench.queue.logs_of("a")) == ["w1"]
+
+    bench.store.run(bench.queue.cancel("a"))
+    assert bench.store.run(bench.queue.logs_of("a")) == ["w1"]
