@@ -261,7 +261,7 @@ def test_a_paused_worker_that_comes_back_publishes_nothing_more(platform: Platfo
             pool.submit(stream_text, platform, n, temperature=0, messages=[{"role": "user", "content": f"z{n}"}])
             for n in range(10)
         ]
-        until(lambda: len(platform.busy()) == 2, "both workers to be busy")
+        until(lambda: len(running(platform)) == 10, "all to run")
         time.sleep(0.3)
         zombie = psutil.Process(platform.busy()[0].pid)
         zombie.suspend()
