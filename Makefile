@@ -17,8 +17,9 @@ setup:  ## make .venv, install what this machine needs, prepare the local model 
 run: setup  ## start the whole platform here; Ctrl-C stops it
 	@exec $(BIN)/forebay up
 
+# Two files at a time: most laws wait for processes, not for a processor. A file's tests stay together, with what they start.
 test: setup  ## run every test (ARGS='-k name' to choose)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: setup  ## lint, format, types, import contracts: seconds
 	@$(BIN)/ruff check .
