@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,15 @@ hypothesis.settings.load_profile("forebay")
 #: Takes the time from the call, so that no test of leases or windows sleeps. It is the last argument, and no script
 #: sees it there: a key would lie in a slot of its own, where a cluster's script must not look.
 TEST_CLOCK = "local told_ms = tonumber(table.remove(ARGV))\nlocal function now_ms() return told_ms end\n"
+
+
+#: Files that take half a minute and more: where two run at a time they begin first, so that none is the last alone.
+LONG = ("test_engines.py", "test_sick_engine.py", "test_up.py", "test_bench.py", "test_chaos.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(scope="session")
