@@ -223,7 +223,8 @@ class Fleet:
         heapq.heappush(self._events, (at_ms, next(self._order), act))
 
     def arrive(self, job: Job) -> None:
-        raise NotImplementedError
+        """A request has come."""
+        raise AssertionError("each kind of fleet says who gets it")
 
     def ended(self, engine: SimulatedEngine, jobs: Sequence[Job]) -> None:
         """The engine is done with these."""

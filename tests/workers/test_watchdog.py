@@ -47,25 +47,25 @@ class Patient:
 
     # The rest of the protocol, which no watchdog asks for.
     async def start(self) -> EngineFacts:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     def on_step(self, told: Callable[[], None]) -> None:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     def generate(self, request: Request, cut: int = 0) -> AsyncGenerator[Piece]:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     async def abort(self, request_id: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     async def prompt_ids(self, text: str) -> list[int]:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
     async def stop(self) -> None:
-        raise NotImplementedError
+        raise AssertionError("a watchdog asks for no such thing")
 
 
 @on_loop
