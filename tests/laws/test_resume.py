@@ -151,7 +151,8 @@ def chat(
 def read_chat(answer: requests.Response, pieces: int = 10**9) -> tuple[str, str]:
     """The text so far, and the id of the last event."""
     got, last = "", ""
-    for line in answer.iter_lines():
+    lines = answer.kept_lines = answer.iter_lines()  # type: ignore[attr-defined]  # requests closes the connection with it
+    for line in lines:
         if line.startswith(b"id: "):
             last = line[4:].decode()
         elif line.startswith(b"data: {"):
