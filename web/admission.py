@@ -56,7 +56,7 @@ from web.subscriber import Subscriber
 log = logs.get(__name__)
 
 #: How often the workers are looked at: who is there, and the size of their KV cache, seconds.
-LARGEST_S = 5.0
+LOOK_S = 5.0
 #: Hashing fewer tokens than this takes less than a millisecond, and is done on the spot.
 FEW_TOKENS = 4096
 
@@ -68,6 +68,15 @@ class Admitted:
     stream: Stream
     reserved: Reserved
     place: int
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """A model's workers, as they were a moment ago."""
+
+    looked_s: float
+    kv_tokens: int  #: cache of the largest; 0: nobody has said
+    ready: frozenset[str]  #: who claims
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,7 @@ class Admission:
         self.salt, self.off_hub = salt, off_hub
         self.draining = False
         subscriber.account = self._account
-        self._largest: dict[str, tuple[float, int]] = {}  #: model -> when looked at, most KV cache of a worker
-        self._ready: dict[str, frozenset[str]] = {}  #: model -> workers that claim, looked at with it
+        self._fleets: dict[str, _Fleet] = {}  #: model -> its workers, as they were last looked at
 
     def admit(self, caller: KeyRecord, draft: Draft, transport: str) -> Admitted:
         """Accept a draft, or refuse it before anything is queued.
@@ -147,7 +155,7 @@ class Admission:
             found = self._view(request_id)
             if found is None or found.caller.key_id != caller.key_id or found.dialect != dialect:
                 raise _absent(request_id)
-            seen = self._seen(found.model, request_id)
+            seen = self.store.run(self.subscriber.queues[found.model].peek(request_id))
             output = self.subscriber.filler.read(found.model, request_id)
         except AWAY:
             raise StoreDown from None
@@ -179,10 +187,6 @@ class Admission:
         calls = [queue.view(request_id) for queue in self.subscriber.queues.values()]
         found = [raw for raw in self.store.run_all(calls) if raw]
         return view.decode(found[0]) if found else None
-
-    def _seen(self, model: str, request_id: str) -> Seen:
-        watched = self.store.run(self.subscriber.queues[model].watch(self.subscriber.gateway, [request_id]))
-        return watched.seen[0]
 
     def _stub(self, request_id: str, found: View) -> Request:
         return Request(
@@ -240,7 +244,7 @@ class Admission:
 
     def _route(self, model: Model, blocks: int, held: list[list[str]]) -> Route:
         block_ms = model.engine.block_tokens * model.step.prefill_ms
-        return prefer(blocks, depths(blocks), held, self._ready[model.name], block_ms=block_ms)
+        return prefer(blocks, depths(blocks), held, self._fleets[model.name].ready, block_ms=block_ms)
 
     def _known(
         self, model: str, key_id: str, prefix: Collection[bytes] = ()
@@ -251,14 +255,14 @@ class Admission:
         One exchange; the workers are looked at with it now and then, since their sizes hardly change.
         """
         calls: list[Call[Any]] = [prices.read(model), lengths(model, key_id), holders(model, tuple(prefix))]
-        looked_s, _ = self._largest.get(model, (float("-inf"), 0))
-        if look := time.monotonic() - looked_s > LARGEST_S:
+        known = self._fleets.get(model)
+        if look := known is None or time.monotonic() - known.looked_s > LOOK_S:
             calls.append(fleet.workers(model))
         price, learned, held, *rows = self.store.run_all(calls)
         if look:
-            self._largest[model] = time.monotonic(), fleet.largest(rows[0])[0]
-            self._ready[model] = frozenset(row.worker for row in rows[0] if row.state == WorkerState.READY)
-        return price, learned, self._largest[model][1], held
+            ready = frozenset(row.worker for row in rows[0] if row.state == WorkerState.READY)
+            self._fleets[model] = _Fleet(time.monotonic(), fleet.largest(rows[0])[0], ready)
+        return price, learned, self._fleets[model].kv_tokens, held
 
     def _reserve(self, caller: KeyRecord, request: Request) -> Reserved:
         limits = scopes.of_key(caller.key_id, caller.requests_per_minute, caller.concurrent_requests)

@@ -61,7 +61,7 @@ def test_the_largest_worker_counts_and_is_looked_at_now_and_then_only(store: Sto
 
     announce(store, "larger", 20_000)
     assert gate._known("m", "k")[2] == 9000
-    gate._largest.clear()
+    gate._fleets.clear()
     assert gate._known("m", "k")[2] == 20_000
     assert gate._known("unknown", "k")[2] == 0
 

@@ -376,7 +376,7 @@ def test_a_bad_event_id_is_refused_and_costs_nothing(place: Place, cursor: str) 
 def test_a_response_can_be_looked_at_while_it_runs_and_when_it_has_ended(place: Place) -> None:
     reader = Reader(place.ask("/v1/responses", ASKED))
     request_id = reader.request_id
-    waits = place.get(resp(request_id), number=1).get_json()
+    waits, elsewhere = (place.get(resp(request_id), number=n).get_json() for n in (1, 2))
     claim = place.worker.claim()
     place.worker.say(claim, "Hel")
     runs = place.get(resp(request_id)).get_json()
@@ -386,6 +386,7 @@ def test_a_response_can_be_looked_at_while_it_runs_and_when_it_has_ended(place: 
     reader.close()
 
     assert (waits["status"], waits["output"]) == ("queued", [])
+    assert elsewhere["status"] == "queued", "wherever its stream is open"
     assert runs["status"] == "in_progress"
     assert Response.model_validate(runs).output_text == "Hel"
     assert (done["status"], Response.model_validate(done).output_text) == ("completed", "Hello")
