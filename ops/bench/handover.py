@@ -35,7 +35,7 @@ from core import fleet, postgres
 from core.redis import Store, command, tag
 from core.values import Caller, Request, Sampling
 from ops.bench.load import quantile
-from ops.bench.platform import BenchFailed, Platform, running
+from ops.bench.platform import BenchFailed, Platform, running, scripted
 from ops.bench.report import Found, Say
 from tasks.queue import Queue
 from web.dialects.draft import Message
@@ -55,19 +55,6 @@ PATIENCE_S = 60.0
 FAULTS_SHOWN = 20
 #: How long a stream is looked at after a kill, seconds.
 LOOK_S = 12.0
-
-CATALOG = """
-[models.scripted]
-tokenizer = "bytes"
-context_tokens = 8192
-max_output_tokens = 4096
-slots = {slots}
-workers = {{ min = 2, max = 2 }}
-[models.scripted.step]
-base_ms = {step_ms}
-sequence_ms = 0.0
-prefill_ms = 0.0
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +104,8 @@ def figures(options: Options, say: Say) -> Found:
     """
     chance = random.Random(options.seed)
     say("Starting a platform of its own")
-    with running(CATALOG.format(slots=options.streams + 8, step_ms=STEP_MS)) as platform, _Crowd(platform) as crowd:
+    catalog = scripted(slots=options.streams + 8, step_ms=STEP_MS, context_tokens=8192, output_tokens=4096, workers=2)
+    with running(catalog) as platform, _Crowd(platform) as crowd:
         scene = _Scene(platform, crowd, chance, say)
         crowd.open(options.streams, lambda: chance.randint(*TOKENS))
         say(f"{options.kills} kills, reported by the host's agent")

@@ -27,6 +27,27 @@ DRAIN_S = 1.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
+_SCRIPTED = """
+[models.scripted]
+tokenizer = "bytes"
+context_tokens = {context_tokens}
+max_output_tokens = {output_tokens}
+slots = {slots}
+workers = {{ min = {workers}, max = {workers} }}
+[models.scripted.step]
+base_ms = {step_ms}
+sequence_ms = 0.0
+prefill_ms = 0.0
+"""
+
+
+def scripted(*, slots: int, step_ms: float, context_tokens: int, output_tokens: int, workers: int) -> str:
+    """A catalogue of one model on the scripted engine, whose steps all take the same time."""
+    return _SCRIPTED.format(
+        slots=slots, step_ms=step_ms, context_tokens=context_tokens, output_tokens=output_tokens, workers=workers
+    )
+
+
 class BenchFailed(Exception):
     """No figures: something did not run as it must."""
 

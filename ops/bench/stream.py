@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from ops.bench.load import Seen, drive, idle_sockets
-from ops.bench.platform import BenchFailed, Cpu, Platform, running
+from ops.bench.platform import BenchFailed, Cpu, Platform, running, scripted
 from ops.bench.report import Found, Say
 
 #: The engine's pace, ms a step: 20 tokens a second for each stream.
@@ -31,19 +31,6 @@ LIGHT_SHARE, LIGHT_TOKENS = 8, 200
 SOCKETS, FIRST_SOCKETS = 500, 20
 #: How long the gateway may take to settle down before its memory is read, seconds.
 SETTLE_S = 0.5
-
-CATALOG = """
-[models.scripted]
-tokenizer = "bytes"
-context_tokens = {context_tokens}
-max_output_tokens = {tokens}
-slots = {slots}
-workers = {{ min = 1, max = 1 }}
-[models.scripted.step]
-base_ms = {step_ms}
-sequence_ms = 0.0
-prefill_ms = 0.0
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +64,12 @@ def figures(options: Options, say: Say) -> Found:
 
 
 def _catalog(options: Options) -> str:
-    return CATALOG.format(
+    return scripted(
         context_tokens=options.tokens + PROMPT_TOKENS,
-        tokens=options.tokens,
+        output_tokens=options.tokens,
         slots=max(options.streams, SHORT_AT_ONCE),
         step_ms=STEP_MS,
+        workers=1,
     )
 
 

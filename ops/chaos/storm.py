@@ -8,26 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from ops.bench.platform import Platform, Ready, running
+from ops.bench.platform import Platform, Ready, running, scripted
 from ops.chaos.scene import Ground, Scene, Verdict
 
 MODEL = "scripted"
 LEASE_S = 3.0
 #: Seconds after a gateway's death in which its streams may be come back for: more than it takes to start it again.
 LOST_S = 10.0
-
-CATALOG = """
-[models.scripted]
-tokenizer = "bytes"
-context_tokens = 4096
-max_output_tokens = 512
-slots = {slots}
-workers = {{ min = 2, max = 2 }}
-[models.scripted.step]
-base_ms = 10.0
-sequence_ms = 0.0
-prefill_ms = 0.0
-"""
 
 
 def storm(clients: int, seconds: float, seed: int, say: Callable[[str], None]) -> Verdict:
@@ -37,7 +24,8 @@ def storm(clients: int, seconds: float, seed: int, say: Callable[[str], None]) -
       BenchFailed, ChaosFailed: the platform did not start, or did not become itself again.
     """
     say("Starting a platform of its own")
-    catalog = CATALOG.format(slots=max(clients * 2 // 5, 1))  # fewer than clients: something always waits
+    slots = max(clients * 2 // 5, 1)  # fewer than clients: something always waits
+    catalog = scripted(slots=slots, step_ms=10.0, context_tokens=4096, output_tokens=512, workers=2)
     with tempfile.TemporaryDirectory(prefix="fb-tally-") as tally:
         environ = {"FOREBAY_LEASE_MS": f"{LEASE_S * 1000:.0f}", "FOREBAY_LOST_S": str(LOST_S), "FOREBAY_TALLY": tally}
         with running(catalog, environ) as platform:
