@@ -3,6 +3,8 @@
 [models."NAME"]
 weights           "local:FOLDER" (under $FOREBAY_DATA/models), a path, or "" for the scripted engine alone
 tokenizer         a folder with tokenizer.json and its chat template; empty: the weights' own; "bytes": no files
+kind              "chat": it answers; "embedding": it makes vectors of texts, and nothing else
+chat_template     a jinja file, absolute or beside the catalogue; empty: the tokenizer's own
 context_tokens    prompt and output together
 max_output_tokens what a request gets that names no limit
 slots             sequences an engine runs at once
@@ -12,7 +14,8 @@ bounds            waiting, waiting_tokens, tenant_waiting, tenant_tokens: past t
 canary            {prompt, answer}: what turns a warming worker into a ready one, greedy
 slo.ttft_ms       {system, interactive, default, bulk}: from claim to first token; bounds the prompts an engine takes in
 step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step; prefill_ms is also what a
-                  worker goes by until it has measured
+                  worker goes by until it has measured; answer_tokens: the scripted engine stops by itself after
+                  so many tokens of text (0: never, as checkers expect)
 
 [models."NAME".engine]   each is told to vLLM by name, whatever its own default
 dtype               "auto": the weights' own; "bfloat16", "float16", "float32"
@@ -25,6 +28,9 @@ scheduler           "priority", the class first; "fcfs"
 prefix_hash         "sha256_cbor", the only one: gateways compute it too, and vLLM's others hash Python's own pickles
 adapters            LoRA adapters in a batch; 0: off, and nothing else yet
 eager               no compiled graphs; always so on a CPU
+tool_parser         vLLM's name of what reads calls out of an answer, "hermes" for one; empty: the model calls no
+                    tools. On the timed and scripted engines any name will do: their calls are scripted
+reasoning_parser    vLLM's name of what tells thinking from the answer, "qwen3" for one; empty: nothing does
 """
 
 from __future__ import annotations
@@ -78,6 +84,8 @@ class EngineKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_hash: str = "sha256_cbor"
     adapters: int = 0
     eager: bool = False  #: always on for the CPU, whose compiled mode answers nonsense without AVX-512
+    tool_parser: str = ""  #: empty: no tools
+    reasoning_parser: str = ""  #: empty: all of an answer is the answer
 
     def faults(self) -> Iterator[str]:
         if self.kv_cache_mib < 0:
@@ -103,10 +111,13 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     base_ms: float = 13.0
     sequence_ms: float = 0.04
     prefill_ms: float = 0.1
+    answer_tokens: int = 0
 
     def faults(self) -> Iterator[str]:
         if min(self.base_ms, self.sequence_ms, self.prefill_ms) < 0:
             yield "step times must not be negative"
+        if self.answer_tokens < 0:
+            yield "step.answer_tokens must not be negative"
 
 
 class ClassTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +148,8 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights: str = ""
     tokenizer: str = ""
+    kind: Literal["chat", "embedding"] = "chat"
+    chat_template: str = ""  #: `load` makes it absolute
     context_tokens: int
     max_output_tokens: int = 1024
     slots: int = 16
@@ -156,16 +169,23 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return self.reserved_slots
         return max(round(self.slots / 16), 1 if self.slots >= 8 else 0)
 
+    @property
+    def calls(self) -> bool:
+        """It can call tools."""
+        return bool(self.engine.tool_parser)
+
     def faults(self) -> Iterator[str]:
         """What is wrong with it, in the words of its file."""
         if not 0 <= self.workers.min <= self.workers.max:
             yield "workers must have 0 <= min <= max"
-        if not 0 < self.max_output_tokens < self.context_tokens:
+        if self.kind == "chat" and not 0 < self.max_output_tokens < self.context_tokens:
             yield "max_output_tokens must be smaller than context_tokens"
         if self.slots < 1:
             yield "slots must be at least 1"
         elif not -1 <= self.reserved_slots < self.slots:
             yield "reserved_slots must be fewer than slots (-1: a sixteenth of them)"
+        if self.kind == "embedding" and (self.chat_template or self.engine.tool_parser or self.engine.reasoning_parser):
+            yield "an embedding model does not answer: no chat_template, tool_parser or reasoning_parser"
         for part in (self.bounds, self.engine, self.step, self.slo):
             yield from part.faults()
 
@@ -226,4 +246,12 @@ def load(path: Path | None = None) -> Catalog:
             raise BadCatalog(f"{path}: {name!r} is not a model name (letters, digits and . _ : / -)")
         for fault in model.faults():
             raise BadCatalog(f"{path}: {name}: {fault}")
-    return Catalog({name: msgspec.structs.replace(model, name=name) for name, model in file.models.items()})
+    return Catalog({name: _placed(model, name, path) for name, model in file.models.items()})
+
+
+def _placed(model: Model, name: str, path: Path) -> Model:
+    """The model by its name, its files by where they lie."""
+    template = str((path.parent / model.chat_template).resolve()) if model.chat_template else ""
+    if template and not Path(template).is_file():
+        raise BadCatalog(f"{path}: {name}: chat_template is {model.chat_template!r}, and there is no such file")
+    return msgspec.structs.replace(model, name=name, chat_template=template)

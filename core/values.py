@@ -7,6 +7,7 @@ with the defaults below, so two releases can run side by side; a field is added 
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Any
 
 import msgspec
 
@@ -57,6 +58,24 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str
 
 
+class Tools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The functions that a model may call."""
+
+    functions: tuple[dict[str, Any], ...]  #: {name, description?, parameters?, strict?}
+    choice: str = "auto"  #: "auto", "none", "required", or "=NAME": this one
+    parallel: bool = True  #: more than one call in an answer
+
+    @property
+    def forced(self) -> bool:
+        """The answer is a call, and a grammar sees to it."""
+        return self.choice == "required" or self.choice.startswith("=")
+
+    @property
+    def named(self) -> str:
+        """The one function that must be called, if one is named."""
+        return self.choice[1:] if self.choice.startswith("=") else ""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the engine is asked for, in vLLM's own terms. `max_tokens` is always set by admission."""
 
@@ -71,6 +90,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  #: alternatives told of each token; None: not even its own is told
+    grammar: dict[str, Any] = {}  #: one of {json: schema}, {json_object: true}, {regex}, {choice: [...]}, {grammar}
 
     @property
     def greedy(self) -> bool:
@@ -81,10 +105,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def resumable(self) -> bool:
         """Going on from the tokens so far, as part of the prompt, gives what going on unbroken could have given.
 
-        Not so for a seed, the random numbers of which start anew, and for penalties, which count output only.
+        Not so for a seed, the random numbers of which start anew; for penalties and the least length, which count
+        output only; and for a grammar, which an engine cannot begin in the middle.
         """
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return not penalised and (self.greedy or self.seed is None)
+        bound = self.grammar or self.min_tokens
+        return not (penalised or bound) and (self.greedy or self.seed is None)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,6 +135,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: str = "standard"  #: what is paid
     cache_salt: str = ""  #: HMAC of the organisation: no prefix is shared between organisations
     admitted_ms: int = 0
+    task: str = "generate"  #: or "embed": vectors of the prompts, and no tokens
+    n: int = 1  #: answers to each prompt
+    more_prompts: tuple[list[int], ...] = ()  #: beyond the first, of one request
+    tools: Tools | None = None
+    reasons: bool = True  #: the model may think first, if it can
+    choice: int = 0  #: of a worker's own: which of the answers a run is
+    background: bool = False  #: nobody need wait for it: no reader's going ends it
+
+    @property
+    def width(self) -> int:
+        """Runs that it takes: answers to each prompt, of each."""
+        return self.n * (1 + len(self.more_prompts))
+
+    @property
+    def input_tokens(self) -> int:
+        return len(self.prompt_token_ids) + sum(map(len, self.more_prompts))
+
+    @property
+    def resumable(self) -> bool:
+        """Another worker may go on from what was delivered."""
+        plain = self.task == "generate" and self.width == 1 and not (self.tools and self.tools.forced)
+        return plain and self.sampling.resumable
 
     @property
     def rerunnable(self) -> bool:
@@ -117,7 +165,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Another worker goes on from there; or nothing reaches the client before the end; or greedy decoding makes the
         same tokens again, which its gateway compares.
         """
-        return self.sampling.resumable or not self.stream or self.sampling.greedy
+        return self.resumable or not self.stream or (self.sampling.greedy and self.width == 1)
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from core.stream.frames import Logprob
 from core.values import Request
 
 
@@ -22,6 +23,21 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     finish: str | None = None  #: "stop", "length"; "abort" when the engine was told to, or is shutting down
     cached_tokens: int = 0  #: of the prompt, served from the prefix cache; known from the first piece on
+    logprobs: tuple[Logprob, ...] = ()  #: of these tokens, if they were asked for
+    stop: str = ""  #: the stop string that it ended at
+
+
+class Reader(Protocol):
+    """Reads one request's output as what its model means by it: answer, reasoning, calls. Fed from the output's first
+    token on, every piece once. What it gives does not depend on how the output was cut into pieces, but for when."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of those fed so far."""
+
+    def feed(self, text: str, tokens: Sequence[int], *, finished: bool) -> list[tuple[str, str]]:
+        """The runs that are now known: kinds of core/stream/frames.py without a choice's number, and their characters.
+        The name of a call comes whole. The text of tokens that were delivered before may leave special tokens out."""
 
 
 class EngineDead(Exception):
@@ -69,6 +85,14 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """Stop a request: its iterator ends with `finish="abort"` within one step. Unknown ids are ignored."""
+
+    def reader(self, request: Request) -> Reader | None:
+        """What reads the request's output; None: it is all text. The request's prompt ends where its output begins,
+        whatever was delivered. Raises EngineRefused: it asks for what this model cannot do."""
+
+    async def embed(self, request: Request, prompt: Sequence[int]) -> tuple[float, ...]:
+        """The vector of one prompt, of a request with `task="embed"`. Cancelled: aborted. Raises EngineRefused (the
+        model makes none), EngineDead."""
 
     async def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a conversation with one user turn, by the model's own template: what the canary asks."""

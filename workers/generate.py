@@ -1,5 +1,8 @@
 """One request on the engine: its body, its pieces, its ending; and the publisher that all requests of a worker share.
 
+A request for several answers, or for vectors of several prompts, is as many runs on the engine, under one claim: each
+run's characters are marked with its number, and they share one count of tokens and characters in the order they came.
+
 Tokens leave in frames: what one engine step gave goes out as one entry of the worker's log and one publish per
 gateway, so that commands per step do not grow with the batch. A gateway that missed a publish reads the log, so a step
 is done with once the store took it; while the store is away, steps wait here.
@@ -8,10 +11,13 @@ is done with once the store took it; while the store is away, steps wait here.
 from __future__ import annotations
 
 import asyncio
+import base64
+import struct
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,14 +25,14 @@ import msgspec
 
 from core import prefix
 from core.redis import AWAY, AsyncStore, Call, RedisError
-from core.stream.frames import Delta, Frame, Output, cut_of, decode, encode
+from core.stream.frames import Delta, Frame, Logprob, Output, cut_of, decode, encode
 from core.stream.log import cut_log, log_step, logged, publish, save, saved
 from core.telemetry import logs
-from core.values import ANSWERED, Outcome, Request, Usage
+from core.values import Outcome, Request, Usage
 from tasks.runner import Finished, Held, Runner
-from workers.engine import Engine, EngineDead, EngineRefused, Piece
+from workers.engine import Engine, EngineDead, EngineRefused, Piece, Reader
 from workers.headroom import Turnover
-from workers.resume import Plan, Seam, plan
+from workers.resume import DecodeAfter, Delivered, Differs, Parts, Plan, Seam, plan, spelled
 
 log = logs.get(__name__)
 
@@ -47,6 +53,10 @@ DELIVER_MAX = 64
 LEARNED_MAX = 1024
 #: How long what was read of another worker's log is kept for those claimed in the same moment, seconds.
 TRAIL_S = 2.0
+#: Pieces of an output that was delivered before, read again at a time.
+READ_PIECES = 64
+
+_ANEW = Plan()
 
 
 @dataclass(eq=False)
@@ -54,10 +64,7 @@ class _Stream:
     """What is not saved yet of one attempt's output, and how far it is with ending."""
 
     held: Held
-    offset: int
-    at: int
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    unsaved: Parts
     finish: str = ""
     begun: bool = False  #: it has put something
     last: bool = False  #: what is saved next ends the request
@@ -67,20 +74,6 @@ class _Stream:
     @property
     def key(self) -> tuple[str, int]:
         return self.held.claim.id, self.held.claim.attempt
-
-    def add(self, delta: Delta) -> None:
-        self.tokens += delta.tokens
-        self.text += delta.text
-        self.finish = delta.finish
-
-    def unsaved(self) -> Delta:
-        return Delta(*self.key, self.offset, tuple(self.tokens), self.text, self.at, finish=self.finish)
-
-    def forget(self, delta: Delta) -> None:
-        """It is saved."""
-        del self.tokens[: len(delta.tokens)]
-        self.text = self.text[len(delta.text) :]
-        self.offset, self.at = self.offset + len(delta.tokens), self.at + len(delta.text)
 
 
 @dataclass(eq=False)
@@ -138,16 +131,19 @@ class Publisher:
 
     def open(self, held: Held, offset: int = 0, at: int = 0) -> None:
         """An attempt begins; what lies before is saved."""
-        stream = _Stream(held, offset, at)
+        stream = _Stream(held, Parts(held.claim.id, held.claim.attempt, offset, at))
         self._streams[stream.key] = stream
 
     def put(self, held: Held, delta: Delta) -> None:
         """Part of this step. It leaves when the step is over."""
-        stream = self._streams[delta.id, delta.attempt]
+        stream = self._streams.get((delta.id, delta.attempt))
+        if stream is None:  # forgotten this moment: one of several answers has not stopped yet
+            return
         if not stream.begun:
             stream.begun = True
             self._first.append(stream)
-        stream.add(delta)
+        stream.unsaved.add(delta.kind, delta.tokens, delta.text, delta.logprobs)
+        stream.finish = delta.finish
         stream.goal = self._sealed + 1
         self._pending.append((held, delta))
 
@@ -266,20 +262,20 @@ class Publisher:
         all_due = self._save_due or self._logged_bytes >= LOG_BYTES
         ending = [stream for stream in self._streams.values() if stream.away is not None and stream.goal <= sent]
         due = self._streams.values() if all_due else ending
-        saving = [(stream, stream.unsaved(), stream.last and stream in ending) for stream in due]
+        saving = [(one, one.unsaved.deltas(one.finish), one.last and one in ending) for one in due]
         calls = [call for step in steps for call in self._calls(step)]
         if calls and not self._logged_bytes:
             calls += cut_log(self.model, self.runner.worker, b"0-0")  # a new log has a TTL from its first entry on
-        for _, delta, last in saving:
-            if delta.tokens or delta.text or delta.finish or last:
-                calls += save(self.model, delta, ended=last)
+        for stream, deltas, last in saving:
+            if stream.unsaved.parts or stream.finish or last:
+                calls += save(self.model, *deltas, ended=last)
         entry = self._entry
         for reply in await self.store.run_all(calls):
             if isinstance(reply, bytes):
                 self._entry = reply
         self._taken(steps)
-        for stream, delta, _ in saving:
-            stream.forget(delta)
+        for stream, deltas, _ in saving:
+            stream.unsaved.forget(deltas)
         for stream in ending:
             self._done(stream)
         if all_due:
@@ -360,7 +356,7 @@ class Generator:
         if body is None:
             return Finished(outcome=Outcome.FAILED, message="its body is gone")
         request = msgspec.msgpack.decode(body, type=Request)
-        held.usage = Usage(input_tokens=len(request.prompt_token_ids))
+        held.usage = Usage(input_tokens=request.input_tokens)
         key = held.claim.id, held.claim.attempt
         self._running[key] = request, held
         self._hold_prefix(request)
@@ -384,23 +380,25 @@ class Generator:
 
     async def _run(self, request: Request, held: Held, claimed_s: float) -> Finished:
         begun = Plan()
-        if held.claim.attempt > 1:
-            begun = await self._take_over(request, held, claimed_s)
-        self.publisher.open(held, begun.cut, begun.at)
         try:
-            finish = await self._stream(request, held, begun)
+            if held.claim.attempt > 1:
+                begun = await self._take_over(request, held, claimed_s)
+            self.publisher.open(held, begun.cut, begun.at)
+            course = _Course(request, held, begun, self.publisher)
+            finish = await self._stream(request, course, begun)
         except EngineDead:
             return await self._die()
         except EngineRefused as e:
             finished = Finished(outcome=Outcome.FAILED, message=str(e))
+        except Differs:
+            log.error("read_differently", cut=begun.cut)
+            finished = Finished(
+                outcome=Outcome.WORKER_LOST, message="its worker died, and another reads it differently"
+            )
         else:
-            if finish not in _OUTCOMES:  # we asked for no abort: the engine is shutting down
-                log.error("engine_aborted", finish=finish)
-                return await self._die()
             finished = Finished(outcome=_OUTCOMES[finish], usage=held.usage)
+            self.learned += [(request.caller.key_id, tokens) for tokens in course.lengths]
         held.ended = True
-        if finished.outcome in ANSWERED:
-            self.learned.append((request.caller.key_id, held.usage.output_tokens))
         await self.publisher.close(held)
         return finished
 
@@ -410,20 +408,47 @@ class Generator:
         while True:
             await asyncio.sleep(3600)
 
-    async def _stream(self, request: Request, held: Held, begun: Plan) -> str:
-        """Put the pieces; how it finished."""
-        course = _Course(request, held, begun, self.publisher)
+    async def _stream(self, request: Request, course: _Course, begun: Plan) -> str:
+        """Put all of its answers, or vectors; how it finished."""
+        if request.task == "generate" and request.width == 1:
+            return await self._answer(request, course, begun)
         if begun.finish:
-            course.put(Piece(text=begun.held, finish=begun.finish))
+            course.put((), [], finish=begun.finish)
             return begun.finish
-        seam = Seam(begun, request, partial(self.engine.text_of, prompt_ids=request.prompt_token_ids))
+        run = self._vector if request.task == "embed" else self._answer
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in children(request):
+                    group.create_task(run(child, course))
+        except ExceptionGroup as e:  # one is enough to end it: the others were aborted
+            raise _gravest(e) from None
+        return course.finish
+
+    async def _answer(self, request: Request, course: _Course, begun: Plan = _ANEW) -> str:
+        """Put one answer; how it finished."""
+        answer = _Answer(request, course, self.engine.reader(request))
+        decode = partial(self.engine.text_of, prompt_ids=request.prompt_token_ids)
+        seam = Seam(begun, request, decode, reads=answer.reader is not None)
+        if answer.reader is not None and begun.tokens:
+            await answer.read_again(begun, seam, lambda before, ids: self.engine.text_of(ids, prompt_ids=before))
+        elif begun.finish:
+            answer.put(Piece(text=begun.held, finish=begun.finish, stop=begun.stop))
+        if begun.finish:
+            return begun.finish
         async with aclosing(self.engine.generate(begun.request(request), begun.cut)) as pieces:
             async for piece in pieces:
                 joined = seam.join(piece)
-                course.put(joined)
-                if joined.finish is not None:
+                answer.put(joined)
+                if joined.finish in _OUTCOMES:
                     return joined.finish
-        return "abort"
+        log.error("engine_aborted")  # we asked for no abort: it is shutting down
+        raise EngineDead("the engine aborted a request")
+
+    async def _vector(self, request: Request, course: _Course) -> None:
+        vector = await self.engine.embed(request, request.prompt_token_ids)
+        text = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        course.put((), [(course.kind(request, "embedding"), text)], finish=course.ended("stop"))
+        asyncio.get_running_loop().call_soon(self.publisher.step)  # no step of the engine need follow
 
     # --- taking over
 
@@ -435,9 +460,11 @@ class Generator:
         output.add(await self.runner.insist(lambda: self.store.run(saved(self.model, request.id))))
         saved_tokens, saved_chars = len(output.tokens), output.chars
         output.add(trail.get(request.id, ()))
-        begun = plan(request, output, partial(self.engine.text_of, prompt_ids=request.prompt_token_ids))
+        reads = request.width == 1 and request.task == "generate" and self.engine.reader(request) is not None
+        decode = partial(self.engine.text_of, prompt_ids=request.prompt_token_ids)
+        begun = plan(request, output, decode, reads=reads)
         marker = begun.marker(output, held.claim.attempt, saved_tokens, saved_chars)
-        await self.runner.insist(lambda: self.store.run_all(save(self.model, marker)))
+        await self.runner.insist(lambda: self.store.run_all(save(self.model, *marker)))
         held.cut = begun.cut
         held.usage = msgspec.structs.replace(held.usage, output_tokens=begun.cut)
         log.info("taken_over", cut=begun.cut, delivered=len(output.tokens), finish=begun.finish)
@@ -487,27 +514,163 @@ class Generator:
         return int(min(max(residency_ms, prefix.HOLD_MS), prefix.HOLD_MAX_MS))
 
 
+def children(request: Request) -> Iterator[Request]:
+    """The runs of a request for several answers, each for one: run k is prompt k // n, answer k % n."""
+    sampling = request.sampling
+    for choice in range(request.width):
+        prompt, again = divmod(choice, request.n)
+        prompts = (request.prompt_token_ids, *request.more_prompts)
+        seeded = (
+            msgspec.structs.replace(sampling, seed=sampling.seed + again) if sampling.seed is not None else sampling
+        )
+        yield msgspec.structs.replace(
+            request, prompt_token_ids=prompts[prompt], n=1, more_prompts=(), choice=choice, sampling=seeded
+        )
+
+
+def _gravest(errors: ExceptionGroup[Exception]) -> Exception:
+    return next((e for e in errors.exceptions if isinstance(e, EngineDead)), errors.exceptions[0])
+
+
 class _Course:
-    """One attempt's way through its output: where it is, and what it has used."""
+    """One attempt's way through its output: where it is, what it has used, how many of its answers are not ended."""
 
     def __init__(self, request: Request, held: Held, begun: Plan, publisher: Publisher) -> None:
         self.held, self.publisher = held, publisher
         self.id, self.attempt = request.id, held.claim.attempt
+        self.n, self.many = request.n, request.width > 1
         self.offset, self.at = begun.cut, begun.at
         self.cut = cut_of(begun.tokens) if self.attempt > 1 else ""  #: until the first delta
-        self.input_tokens = len(request.prompt_token_ids)
+        self.last_kind = "text"  #: tokens without a character go with what was before them
+        self.running = request.width
+        self.finish = "stop"  #: of all: "length", if any ended so
+        self.lengths: list[int] = []  #: tokens of each answer that has ended
+        self.input_tokens = request.input_tokens
+        self.cached_tokens = self.reasoning_tokens = 0
+        self._cached: dict[int, int] = {}
 
-    def put(self, piece: Piece) -> None:
-        finish = piece.finish if piece.finish in _OUTCOMES else ""
-        if piece.tokens or piece.text or finish:
-            tokens, text = piece.tokens, piece.text
-            delta = Delta(self.id, self.attempt, self.offset, tokens, text, self.at, cut=self.cut, finish=finish or "")
-            self.publisher.put(self.held, delta)
-            self.cut = ""
-        self.offset += len(piece.tokens)
-        self.at += len(piece.text)
+    def kind(self, request: Request, what: str) -> str:
+        return f"{request.choice}/{what}" if self.many else what
+
+    def put(
+        self,
+        tokens: tuple[int, ...],
+        runs: Sequence[tuple[str, str]],
+        *,
+        logprobs: tuple[Logprob, ...] = (),
+        finish: str = "",
+    ) -> None:
+        """What one step gave one answer. The tokens go with the first of its runs."""
+        if not runs and (tokens or finish):
+            runs = ((self.last_kind, ""),)
+        last = len(runs) - 1
+        for n, (kind, text) in enumerate(runs):
+            self.put_run(kind, tokens, text, logprobs, finish if n == last else "")
+            tokens, logprobs = (), ()
+
+    def put_run(
+        self, kind: str, tokens: tuple[int, ...], text: str, logprobs: tuple[Logprob, ...], finish: str = ""
+    ) -> None:
+        delta = Delta(self.id, self.attempt, self.offset, tokens, text, self.at, kind, self.cut, finish, logprobs)
+        self.publisher.put(self.held, delta)
+        self.last_kind, self.cut = kind, ""
+        self.offset += len(tokens)
+        self.at += len(text)
         self.held.usage = Usage(
             input_tokens=self.input_tokens,
-            cached_tokens=min(max(self.held.usage.cached_tokens, piece.cached_tokens), self.input_tokens),
+            cached_tokens=self.cached_tokens,
             output_tokens=self.offset,
+            reasoning_tokens=self.reasoning_tokens,
         )
+
+    def ended(self, finish: str) -> str:
+        """One of its answers has. How all of it did, if that was the last."""
+        self.running -= 1
+        if finish == "length":
+            self.finish = finish
+        return "" if self.running else self.finish
+
+    def cache(self, choice: int, tokens: int) -> None:
+        """So much of an answer's prompt was cached. A prompt of several answers is one prompt, computed once."""
+        self._cached[choice] = tokens
+        of_prompt: dict[int, int] = {}
+        for answer, cached in self._cached.items():
+            of_prompt[answer // self.n] = min(cached, of_prompt.get(answer // self.n, cached))
+        self.cached_tokens = min(sum(of_prompt.values()), self.input_tokens)
+
+
+class _Answer:
+    """One run of the engine, as what is put of it."""
+
+    def __init__(self, request: Request, course: _Course, reader: Reader | None) -> None:
+        self.request, self.course, self.reader = request, course, reader
+        self.text = course.kind(request, "text")
+        self.prefix = course.kind(request, "")
+        #: Of several answers, what each token says of itself must come with text of its own.
+        self.holds = course.many and request.sampling.logprobs is not None
+        self.tokens: tuple[int, ...] = ()  #: held back
+        self.logprobs: tuple[Logprob, ...] = ()
+        self.made_tokens = 0
+        self.cached_tokens = -1
+        self.plain = reader is None and not course.many
+        self.delivered: Delivered | None = None
+        self.owed: list[tuple[str, str]] = []  #: read again, and not delivered
+
+    def put(self, piece: Piece) -> None:
+        """More of it."""
+        course = self.course
+        if self.plain and piece.text and piece.finish is None and piece.cached_tokens == self.cached_tokens:
+            course.put_run("text", piece.tokens, piece.text, piece.logprobs)  # nearly all pieces are like this
+            return
+        self.made_tokens += len(piece.tokens)
+        if piece.cached_tokens > self.cached_tokens:
+            self.cached_tokens = piece.cached_tokens
+            course.cache(self.request.choice, piece.cached_tokens)
+        finish = piece.finish if piece.finish in _OUTCOMES else ""
+        runs = self._read(piece, bool(finish))
+        if finish:
+            course.lengths.append(self.made_tokens if course.many else course.offset + len(piece.tokens))
+            if course.many:
+                runs.append((self.prefix + "end", finish))
+            finish = course.ended(finish)
+        if self.holds:
+            piece = self._with_held(piece, bool(runs))
+        course.put(piece.tokens, runs, logprobs=piece.logprobs, finish=finish or "")
+
+    async def read_again(self, begun: Plan, seam: Seam, decode: DecodeAfter) -> None:
+        """Go through what was delivered with a reader that has not seen it, and find out what is owed."""
+        self.delivered = None if begun.told else Delivered(begun.runs)
+        owed: list[tuple[str, str]] = []
+        for n, piece in enumerate(spelled(begun, self.request.prompt_token_ids, decode)):
+            joined = seam.join(piece)
+            owed += self._read(joined, joined.finish is not None)
+            if n % READ_PIECES == 0:
+                await asyncio.sleep(0)  # others have a step to send
+        if begun.finish:
+            self.course.lengths.append(begun.cut)
+            self.course.put((), [] if begun.told else owed, finish=begun.finish)
+        else:
+            self.owed = owed
+
+    def _read(self, piece: Piece, finished: bool) -> list[tuple[str, str]]:
+        """What the piece says, beyond what was delivered."""
+        if self.reader is None:
+            runs = [(self.text, piece.text)] if piece.text else []
+        else:
+            known = self.reader.reasoning_tokens
+            runs = self.reader.feed(piece.text, piece.tokens, finished=finished)
+            self.course.reasoning_tokens += self.reader.reasoning_tokens - known
+            if self.prefix:
+                runs = [(self.prefix + kind, text) for kind, text in runs]
+        if piece.stop and finished:
+            runs.append((self.prefix + "stop", piece.stop))
+        if self.delivered is not None:
+            runs = self.delivered.beyond(runs)
+        if self.owed:
+            runs, self.owed = self.owed + runs, []
+        return runs
+
+    def _with_held(self, piece: Piece, put: bool) -> Piece:
+        tokens, logprobs = self.tokens + piece.tokens, self.logprobs + piece.logprobs
+        self.tokens, self.logprobs = ((), ()) if put else (tokens, logprobs)
+        return msgspec.structs.replace(piece, tokens=tokens if put else (), logprobs=logprobs if put else ())

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from core.catalog import Model
-from core.values import Class, Sampling
+from core.values import Class
 from workers.engine import EngineFacts, EngineStats
 
 #: Output that a request is expected to make still when it has outgrown what was expected.
@@ -49,7 +49,9 @@ class InHand(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0  #: so far, delivered by earlier attempts included
     expected_tokens: int = 0  #: output it will probably come to
     prefilled: bool = False  #: this attempt has made a token
-    sampling: Sampling | None = None  #: None: its body is not read yet
+    width: int = 1  #: runs on the engine
+    most_tokens: int | None = None  #: output that it may come to; None: its body is not read yet
+    resumable: bool = False  #: another attempt can go on from any token
 
     @property
     def kv_tokens(self) -> int:
@@ -59,15 +61,10 @@ class InHand(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def coming_tokens(self) -> int:
         """Output that it is still expected to make."""
-        made, limit = self.output_tokens, self.sampling.max_tokens if self.sampling else self.expected_tokens
+        made, limit = self.output_tokens, self.expected_tokens if self.most_tokens is None else self.most_tokens
         if made >= limit:
             return 0
-        return min(limit, max(self.expected_tokens, made + OVERRUN_TOKENS)) - made
-
-    @property
-    def resumable(self) -> bool:
-        """Another attempt can go on from any token."""
-        return self.sampling is not None and self.sampling.resumable
+        return min(limit, max(self.expected_tokens, made + self.width * OVERRUN_TOKENS)) - made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from contextlib import aclosing
 from typing import Any
 
 import dramatiq
+import msgspec
 import psutil
 
 from core import catalog, fleet, lengths
@@ -97,7 +98,9 @@ class Intake:
         self.runner, self.generator = runner, generator
 
     def slots(self) -> int:
-        return self.shape.slots - len(self.runner.held)
+        """Not taken. A request whose body is not read yet is taken for one run."""
+        wider = sum(request.width - 1 for request, _ in self.generator.progress())
+        return self.shape.slots - len(self.runner.held) - wider
 
     def room(self) -> Room:
         return _room(headroom.headroom(self.shape, self.engine.stats(), self._look(), self.prefill))
@@ -144,7 +147,7 @@ def _prefilled(held: Held) -> bool:
 
 def _in_hand(order: int, held: Held, request: Request | None) -> headroom.InHand:
     claim, usage = held.claim, held.usage
-    return headroom.InHand(
+    known = headroom.InHand(
         id=claim.id,
         cls=claim.cls,
         attempt=claim.attempt,
@@ -154,8 +157,11 @@ def _in_hand(order: int, held: Held, request: Request | None) -> headroom.InHand
         output_tokens=max(usage.output_tokens, held.cut),
         expected_tokens=claim.need_tokens - claim.input_tokens,
         prefilled=_prefilled(held),
-        sampling=request.sampling if request else None,
     )
+    if request is None:
+        return known
+    most_tokens = request.width * request.sampling.max_tokens if request.task == "generate" else 0
+    return msgspec.structs.replace(known, width=request.width, most_tokens=most_tokens, resumable=request.resumable)
 
 
 class Life:

@@ -4,27 +4,40 @@ The cut is a token boundary whose text is whole: an engine that is given half a 
 would take it for the prompt's, and give text of the prompt as output. What an earlier attempt had held back, because
 a stop string might have begun in it, was delivered to nobody: a resumed attempt delivers it, and looks for the stop
 strings itself, since the engine sees only what comes after the cut.
+
+Where a reader tells calls and thinking from the answer, what was delivered is no longer the text of the tokens. A fresh
+reader reads them again then, and what it says must begin with what was delivered: only what lies beyond that is put.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from core.stream.frames import Delta, Output
+from core.stream.frames import Delta, Logprob, Output, Run
 from core.values import Request
 from workers.engine import Piece
 
 #: Output token ids -> their text, as the engine's own detokenizer would give it.
 Decode = Callable[[Sequence[int]], str]
 
+#: Token ids that come before, and output token ids -> the text of these there.
+DecodeAfter = Callable[[Sequence[int], Sequence[int]], str]
+
+#: Tokens before others that their text may depend on.
+BEFORE_TOKENS = 32
+
 #: Most tokens by which a cut is moved back: no character has more bytes.
 BACK_TOKENS = 4
 
 #: What a decoder puts where a character is not whole.
 _BROKEN = "\ufffd"
+
+
+class Differs(Exception):
+    """What is read now is not what was delivered: going on would splice two answers."""
 
 
 class StopMatcher:
@@ -37,6 +50,7 @@ class StopMatcher:
         self._text = ""
         self._passed = 0  #: characters given out
         self.end: int | None = None  #: of the match, in characters from the first one
+        self.stop = ""  #: what matched
         self._take(text)
 
     @property
@@ -56,9 +70,9 @@ class StopMatcher:
         if self.found:
             return
         self._text += text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := self._text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._text.find(stop)) >= 0]
         if ends:
-            end, at = min(ends, key=lambda match: match[0])
+            end, at, self.stop = min(ends, key=lambda match: match[0])
             self.end = self._passed + end
             self._text = self._text[:at]
 
@@ -66,6 +80,62 @@ class StopMatcher:
         ready, self._text = self._text[:chars], self._text[chars:]
         self._passed += chars
         return ready
+
+
+@dataclass(eq=False)
+class Parts:
+    """Part of one attempt's output, as few deltas: one for each change of kind."""
+
+    request_id: str
+    attempt: int
+    offset: int  #: of its first token, and of its first character
+    at: int
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, kind: str, tokens: Sequence[int], text: str, logprobs: Sequence[Logprob] = ()) -> None:
+        """More of it. Tokens without a character belong to what is there."""
+        if not (tokens or text):
+            return
+        if not self.parts or (kind != self.parts[-1].kind and text):
+            self.parts.append(Part(kind))
+        part = self.parts[-1]
+        part.tokens += tokens
+        part.text += text
+        if logprobs:
+            part.logprobs += logprobs
+
+    def deltas(self, finish: str = "") -> list[Delta]:
+        """All of it; of nothing, one without anything."""
+        offset, at = self.offset, self.at
+        made, last = [], len(self.parts) - 1
+        for n, part in enumerate(self.parts or [Part("text")]):
+            end, tokens, logprobs = finish if n >= last else "", tuple(part.tokens), tuple(part.logprobs)
+            made.append(
+                Delta(self.request_id, self.attempt, offset, tokens, part.text, at, part.kind, "", end, logprobs)
+            )
+            offset, at = offset + len(tokens), at + len(part.text)
+        return made
+
+    def forget(self, deltas: Sequence[Delta]) -> None:
+        """These, which `deltas` gave, are no longer part of it; it may have grown since."""
+        for delta in deltas:
+            self.offset, self.at = self.offset + len(delta.tokens), self.at + len(delta.text)
+            if self.parts:
+                part = self.parts[0]
+                del part.tokens[: len(delta.tokens)], part.logprobs[: len(delta.logprobs)]
+                part.text = part.text[len(delta.text) :]
+                if not (part.tokens or part.text):
+                    del self.parts[0]
+
+
+@dataclass(eq=False)
+class Part:
+    """Characters of one kind that follow one another, and the tokens that they came with."""
+
+    kind: str
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +146,9 @@ class Plan:
     at: int = 0  #: characters delivered
     held: str = ""  #: text of these tokens that was not delivered
     finish: str = ""  #: the output had come to its end
+    stop: str = ""  #: the stop string that it ended at, where that is still owed
+    told: bool = False  #: its end was delivered, too
+    runs: tuple[Run, ...] = ()  #: what was delivered, where a reader is to find it again
 
     @property
     def cut(self) -> int:
@@ -89,31 +162,76 @@ class Plan:
         prompt = [*request.prompt_token_ids, *self.tokens]
         return msgspec.structs.replace(request, prompt_token_ids=prompt, sampling=sampling)
 
-    def marker(self, output: Output, attempt: int, saved_tokens: int, saved_chars: int) -> Delta:
+    def marker(self, output: Output, attempt: int, saved_tokens: int, saved_chars: int) -> list[Delta]:
         """What the new attempt saves before it delivers anything: the rest of what was delivered, under its own number,
         so that nothing an older attempt still saves is taken."""
         offset, at = min(saved_tokens, self.cut), min(saved_chars, self.at)
-        text = output.text[at : self.at]
-        return Delta(output.request_id, attempt, offset, self.tokens[offset:], text, at, finish=output.finish)
+        rest = Parts(output.request_id, attempt, offset, at)
+        for delta in output.deltas:
+            first, last = max(0, offset - delta.offset), max(0, self.cut - delta.offset)
+            text = delta.text[max(0, at - delta.at) : max(0, self.at - delta.at)]
+            rest.add(delta.kind, delta.tokens[first:last], text, delta.logprobs[first:last])
+        return rest.deltas(output.finish)
 
 
-def plan(request: Request, output: Output, decode: Decode) -> Plan:
-    """Go on from the output, or begin anew, or end at once."""
-    tokens = tuple(output.tokens)
+def plan(request: Request, output: Output, decode: Decode, *, reads: bool = False) -> Plan:
+    """Go on from the output, or begin anew, or end at once. `reads`: its tokens go through a reader."""
+    tokens, runs = tuple(output.tokens), tuple(output.runs) if reads else ()
     if output.finish:
-        return Plan(tokens=tokens, at=output.chars, finish=output.finish)
-    full = len(tokens) >= request.sampling.max_tokens
-    if not tokens or not (full or request.sampling.resumable):
+        return Plan(tokens=tokens, at=output.chars, finish=output.finish, told=True, runs=runs)
+    full = request.width == 1 and len(tokens) >= request.sampling.max_tokens
+    if not tokens or not (full or request.resumable):
         return Plan()
     cut, text = (len(tokens), decode(tokens).rstrip(_BROKEN)) if full else _whole(tokens, decode)
-    delivered = output.text
+    delivered = "" if reads else output.text
     # A decoder that gives other text than was streamed: the tokens are right all the same, and nothing is shown twice.
     held = text[len(delivered) :] if text.startswith(delivered) else ""
     matcher = StopMatcher(request.sampling.stop, held)
+    finish = "length" if full else ""
     if matcher.end is not None:
-        cut = completed_by(matcher.end + len(delivered), tokens, decode)
-        return Plan(tokens=tokens[:cut], at=len(delivered), held=matcher.rest(), finish="stop")
-    return Plan(tokens=tokens[:cut], at=len(delivered), held=held, finish="length" if full else "")
+        cut, held, finish = completed_by(matcher.end + len(delivered), tokens, decode), matcher.rest(), "stop"
+    return Plan(tokens=tokens[:cut], at=output.chars, held=held, finish=finish, stop=matcher.stop, runs=runs)
+
+
+def spelled(begun: Plan, prompt: Sequence[int], decode: DecodeAfter) -> Iterator[Piece]:
+    """The tokens that were delivered, with their text: as an engine gives them that makes one in a step."""
+    tokens, before = begun.tokens, [*prompt[-BEFORE_TOKENS:], *begun.tokens]
+    began, skipped = 0, len(before) - len(tokens)
+    for end in range(1, len(tokens) + 1):
+        place = skipped + began
+        text = decode(before[max(0, place - BEFORE_TOKENS) : place], tokens[began:end])
+        if end < len(tokens) and text.endswith(_BROKEN) and end - began <= BACK_TOKENS:
+            continue  # a character is not whole yet
+        finish = begun.finish if end == len(tokens) and begun.finish else None
+        yield Piece(tokens=tokens[began:end], text=text.rstrip(_BROKEN) if finish else text, finish=finish)
+        began = end
+
+
+class Delivered:
+    """What was delivered, held against what a fresh reader says."""
+
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        self._runs = [(run.kind, run.text) for run in reversed(list(runs)) if run.text]
+
+    def beyond(self, runs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """What of these lies beyond it.
+
+        Raises:
+          Differs: what does not is something else.
+        """
+        new = ((kind, self._beyond(kind, text)) for kind, text in runs)
+        return [(kind, text) for kind, text in new if text]
+
+    def _beyond(self, kind: str, text: str) -> str:
+        while text and self._runs:
+            known, shown = self._runs.pop()
+            chars = min(len(shown), len(text))
+            if known != kind or shown[:chars] != text[:chars]:
+                raise Differs
+            if shown[chars:]:
+                self._runs.append((known, shown[chars:]))
+            text = text[chars:]
+        return text
 
 
 def _whole(tokens: tuple[int, ...], decode: Decode) -> tuple[int, str]:
@@ -136,10 +254,11 @@ def completed_by(chars: int, tokens: Sequence[int], decode: Decode, known: int =
 class Seam:
     """The pieces of a resumed attempt, joined to what was delivered before the cut."""
 
-    def __init__(self, begun: Plan, request: Request, decode: Decode) -> None:
-        self._plan, self._decode = begun, decode
-        self._tokens = list(begun.tokens)
-        self._stops = StopMatcher(request.sampling.stop, begun.held) if begun.tokens else None
+    def __init__(self, begun: Plan, request: Request, decode: Decode, *, reads: bool = False) -> None:
+        """`reads`: what was delivered is joined as well, piece by piece, before what the engine gives."""
+        self._at, self._decode = 0 if reads else begun.at, decode
+        self._tokens = [] if reads else list(begun.tokens)
+        self._stops = StopMatcher(request.sampling.stop, "" if reads else begun.held) if begun.tokens else None
 
     def join(self, piece: Piece) -> Piece:
         """The piece as its reader is to have it."""
@@ -149,14 +268,15 @@ class Seam:
         self._tokens += piece.tokens
         text = self._stops.add(piece.text)
         if self._stops.end is not None:
-            return self._stopped(piece, text, known, self._plan.at + self._stops.end)
+            return self._stopped(piece, text, known, self._at + self._stops.end, self._stops.stop)
         if piece.finish is not None:
             text += self._stops.rest()
         return msgspec.structs.replace(piece, text=text)
 
-    def _stopped(self, piece: Piece, text: str, known: int, chars: int) -> Piece:
+    def _stopped(self, piece: Piece, text: str, known: int, chars: int, stop: str) -> Piece:
         """Tokens count up to the one that completed the stop string; a slow reader's piece may have more."""
         tokens = piece.tokens
         if len(tokens) > 1:
             tokens = tokens[: completed_by(chars, self._tokens, self._decode, known + 1) - known]
-        return msgspec.structs.replace(piece, tokens=tokens, text=text, finish="stop")
+        logprobs = piece.logprobs[: len(tokens)]
+        return msgspec.structs.replace(piece, tokens=tokens, text=text, finish="stop", stop=stop, logprobs=logprobs)

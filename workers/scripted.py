@@ -1,13 +1,17 @@
 """The engine without a model: pure Python, asyncio only. For tests, and for loads no CPU model could carry.
 
 Token k of a request is a function of (seed, k) and of nothing else, so whoever knows the request knows every token of
-its stream, across hand-overs and restarts. Batching is real: requests share steps, wait for slots, and end by
+its stream, across hand-overs and restarts. Where it is to think, to call a function or to keep to a grammar, that comes
+first (workers/markup.py), and is a function of the request as well; it ends with a call, and where its grammar does.
+Batching is real: requests share steps, wait for slots, and end by
 themselves; only the time of a step is made up, from the catalogue's profile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import math
 import os
 from array import array
 from collections import deque
@@ -17,8 +21,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from core.catalog import Model
+from core.stream.frames import Logprob
 from core.values import Request
-from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece
+from workers import markup
+from workers.engine import EngineDead, EngineFacts, EngineRefused, EngineStats, Piece, Reader
 from workers.resume import StopMatcher
 
 #: The letters of a script, as token ids: the byte tokenizer reads them as they are. They end at "n" because the byte
@@ -30,6 +36,12 @@ _LETTER = _ALPHABET * (256 // len(_ALPHABET))
 
 #: Tokens that one hash gives.
 _BLOCK = 64
+
+#: Tokens that a model which thinks first thinks.
+REASONING_TOKENS = 12
+
+#: Numbers in a vector.
+DIMENSIONS = 16
 
 #: Seeds fit a signed 64-bit integer, which is all that every carrier takes.
 _SEED_MASK = 2**63 - 1
@@ -53,7 +65,7 @@ def script_seed(request: Request, cut: int = 0) -> int:
     if request.sampling.seed is not None:
         return request.sampling.seed & _SEED_MASK
     if not request.sampling.greedy:
-        return _hash(request.id.encode())
+        return _hash(f"{request.id}/{request.choice}".encode() if request.choice else request.id.encode())
     return _hash(array("q", request.prompt_token_ids[: len(request.prompt_token_ids) - cut]).tobytes())
 
 
@@ -67,6 +79,53 @@ def _block(seed: int, index: int) -> bytes:
     return noise.translate(_LETTER)
 
 
+def scripted_head(model: Model, request: Request, cut: int = 0) -> tuple[bytes, bool]:
+    """What a request's output begins with, before the letters of its script, and whether it ends with that.
+
+    Raises:
+      EngineRefused: it asks for a grammar that is not scripted, or for no grammar at all.
+    """
+    head = ""
+    if model.engine.reasoning_parser and request.reasons:
+        thought = bytes(scripted_tokens(script_seed(request, cut) ^ 1, REASONING_TOKENS)).decode("ascii")
+        head = f"{markup.THINK}{thought}{markup.ANSWER}"
+    if not (request.tools or request.sampling.grammar):
+        return head.encode(), False
+    prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - cut]
+    try:
+        bound = markup.calls(request.tools, _read(prompt)) or markup.bound(request.sampling.grammar)
+    except (TypeError, ValueError, AttributeError, LookupError) as e:
+        raise EngineRefused(f"this schema is none: {e}") from None
+    if bound is None and request.sampling.grammar:
+        raise EngineRefused("the scripted engine knows no regular expressions and grammars, only JSON and choices")
+    return (head + (bound or "")).encode(), bound is not None
+
+
+def _read(prompt: Sequence[int]) -> str:
+    """A prompt of bytes; of another tokenizer's, nothing."""
+    return bytes(prompt).decode("utf-8", "replace") if max(prompt, default=0) < 256 else ""
+
+
+def scripted_vector(prompt: Sequence[int]) -> tuple[float, ...]:
+    """A vector of unit length, the prompt's own."""
+    noise = blake2b(array("q", prompt).tobytes(), digest_size=2 * DIMENSIONS).digest()
+    numbers = [int.from_bytes(noise[at : at + 2], "big") / 2**15 - 1 for at in range(0, len(noise), 2)]
+    length = math.hypot(*numbers)
+    return tuple(number / length for number in numbers)
+
+
+def scripted_logprob(seed: int, k: int, token: int, top: int) -> Logprob:
+    """What a token says of itself, and what else it could have been: each a third as likely as the one before."""
+    logprob = -0.7 - _hash(seed.to_bytes(8, "big") + k.to_bytes(8, "big")) % 100 / 100
+    others = [letter for letter in range(ord("a"), ord("z") + 1) if letter != token][: max(0, top - 1)]
+    likely = [token, *others][:top]
+    return Logprob(_spelled(token), logprob, tuple((_spelled(one), logprob - 1.1 * n) for n, one in enumerate(likely)))
+
+
+def _spelled(token: int) -> str:
+    return bytes([token]).decode("utf-8", "replace")
+
+
 #: The commonest piece, one token in the middle of a stream, made once for each letter.
 _ONE_TOKEN = {token: Piece(tokens=(token,), text=chr(token)) for token in _ALPHABET}
 
@@ -74,15 +133,36 @@ _ONE_TOKEN = {token: Piece(tokens=(token,), text=chr(token)) for token in _ALPHA
 class _Run:
     """One request inside the engine."""
 
-    def __init__(self, request: Request, cut: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cut: int,
+        max_tokens: int,
+        head: tuple[bytes, bool] = (b"", False),
+        answer_tokens: int = 0,
+    ) -> None:
+        sampling = request.sampling
         self.id = request.id
         self.prompt_tokens = len(request.prompt_token_ids)
         self.seed = script_seed(request, cut)
+        self.head, self.ends_with_head = head
+        self.head_tokens = len(self.head)
         self.start = self.offset = cut
         self.end = cut + max_tokens
-        self.stops = StopMatcher(request.sampling.stop) if any(request.sampling.stop) else None
+        #: Where it stops by itself.
+        self.stops_at = self.head_tokens + answer_tokens if answer_tokens and not sampling.ignore_eos else 0
+        self.stops = StopMatcher(sampling.stop) if any(sampling.stop) else None
+        self.stop_tokens, self.min_tokens, self.logprobs = (
+            sampling.stop_token_ids,
+            sampling.min_tokens,
+            sampling.logprobs,
+        )
+        #: Each token is a letter, and is handed out as it is.
+        self.plain = not (self.head or self.stops or self.stop_tokens or self.logprobs is not None)
         self.tokens: list[int] = []
-        self.text = ""  #: to be handed out, where stop strings are looked for
+        self.text = ""  #: to be handed out, where it is more than the tokens' letters
+        self.told: list[Logprob] = []
+        self.letters = codecs.getincrementaldecoder("utf-8")("ignore")
         self.finish: str | None = None
         self.waiter: asyncio.Future[None] | None = None
 
@@ -92,16 +172,43 @@ class _Run:
 
     def advance(self) -> None:
         """Take part in one step."""
-        token = _block(self.seed, self.offset // _BLOCK)[self.offset % _BLOCK]
-        self.offset += 1
-        self.tokens.append(token)
-        if self.stops is not None:
-            self.text += self.stops.add(chr(token))
-            if self.stops.found:
-                self.finish = "stop"
+        if self.plain:
+            self.tokens.append(_block(self.seed, self.offset // _BLOCK)[self.offset % _BLOCK])
+            self.offset += 1
+        else:
+            self._advance()
+        if self.finish is None and self.offset == self.stops_at:
+            self.finish = "stop"
         if self.finish is None and self.offset >= self.end:
             self.finish = "length"
         self.wake()
+
+    def _advance(self) -> None:
+        beyond = self.offset - self.head_tokens
+        if beyond >= 0 and self.ends_with_head:
+            self.finish = "stop"
+            return
+        token = scripted_token(self.seed, beyond) if beyond >= 0 else self.head[self.offset]
+        self.offset += 1
+        self.tokens.append(token)
+        if self.logprobs is not None:
+            self.told.append(scripted_logprob(self.seed, self.offset, token, self.logprobs))
+        self._read(token)
+        if self.finish is None and beyond == -1 and self.ends_with_head:
+            self.finish = "stop"
+
+    def _read(self, token: int) -> None:
+        """What ends it ends it only beyond `min_tokens`."""
+        may_stop = self.offset > self.min_tokens
+        if may_stop and token in self.stop_tokens:
+            self.finish = "stop"
+            return
+        text = self.letters.decode(bytes([token]))
+        if self.stops is not None and may_stop:
+            text = self.stops.add(text)
+            if self.stops.found:
+                self.finish = "stop"
+        self.text += text
 
     def end_as(self, finish: str) -> None:
         if self.finish is None:
@@ -123,16 +230,19 @@ class _Run:
         if self.finish is None:
             if not tokens:
                 return None
-            if len(tokens) == 1 and self.stops is None:
+            if len(tokens) == 1 and self.plain:
                 return _ONE_TOKEN[tokens.pop()]
-        self.tokens = []
-        return Piece(tokens=tuple(tokens), text=self._take_text(tokens), finish=self.finish)
+        self.tokens, told, self.told = [], self.told, []
+        stop = self.stops.stop if self.stops and self.finish == "stop" else ""
+        return Piece(
+            tokens=tuple(tokens), text=self._take_text(tokens), finish=self.finish, logprobs=tuple(told), stop=stop
+        )
 
     def _take_text(self, tokens: list[int]) -> str:
-        if self.stops is None:
+        if self.plain:
             return bytes(tokens).decode("ascii")
         text, self.text = self.text, ""
-        return text if self.finish is None else text + self.stops.rest()
+        return text + self.stops.rest() if self.finish is not None and self.stops is not None else text
 
 
 class ScriptedEngine:
@@ -179,11 +289,28 @@ class ScriptedEngine:
             if run.id == request_id:
                 self._end(run, "abort")
 
+    def reader(self, request: Request) -> Reader | None:
+        knobs, tools = self._model.engine, request.tools
+        calls = tools is not None and tools.choice != "none"
+        if calls and not self._model.calls:
+            raise EngineRefused("this model calls no tools")
+        return markup.MarkReader() if calls or (knobs.reasoning_parser and request.reasons) else None
+
+    async def embed(self, request: Request, prompt: Sequence[int]) -> tuple[float, ...]:
+        if self._model.kind != "embedding":
+            raise EngineRefused("this model makes no vectors")
+        self._refuse_too_long(prompt, 0)
+        step = self._model.step
+        await asyncio.sleep((step.base_ms + step.prefill_ms * len(prompt)) / 1000)
+        await self.ping()
+        self._loop.call_soon(self._tell)
+        return scripted_vector(prompt)
+
     async def prompt_ids(self, text: str) -> list[int]:
         return list(f"user: {text}\nassistant: ".encode())
 
     def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
-        return bytes(ids).decode("ascii")
+        return bytes(ids).decode("utf-8", "replace")
 
     async def ping(self) -> None:
         if self._task is None or self._task.done():
@@ -207,16 +334,23 @@ class ScriptedEngine:
     def _enter(self, request: Request, cut: int) -> _Run:
         if self._task is None or self._task.done():
             raise EngineDead("the scripted engine is not running")
-        room = self._model.context_tokens - len(request.prompt_token_ids)
-        if not request.prompt_token_ids or room < 1 or request.sampling.max_tokens < 1:
-            raise EngineRefused(
-                f"a prompt of {len(request.prompt_token_ids)} tokens and max_tokens {request.sampling.max_tokens} "
-                f"do not fit a context of {self._model.context_tokens}"
-            )
-        run = _Run(request, cut, min(request.sampling.max_tokens, room))
+        max_tokens = self._refuse_too_long(request.prompt_token_ids, request.sampling.max_tokens)
+        head = scripted_head(self._model, request, cut)
+        run = _Run(request, cut, max_tokens, head, self._model.step.answer_tokens)
         self._waiting.append(run)
         self._work.set()
         return run
+
+    def _refuse_too_long(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """How much of `max_tokens` there is room for."""
+        room = self._model.context_tokens - len(prompt)
+        least = 1 if self._model.kind == "chat" else 0
+        if not prompt or room < least or max_tokens < least:
+            raise EngineRefused(
+                f"a prompt of {len(prompt)} tokens and max_tokens {max_tokens} "
+                f"do not fit a context of {self._model.context_tokens}"
+            )
+        return min(max_tokens, room)
 
     def _end(self, run: _Run, finish: str) -> None:
         run.end_as(finish)

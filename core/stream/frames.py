@@ -1,12 +1,26 @@
 """The frame codec: what one engine step sends to one gateway, and what all of it comes to. Pure.
 
     Frame   msgpack map   {v, worker, deltas: [Delta], endings: [Ending], takeovers: [Takeover]}
-    Delta   msgpack array [id, attempt, offset, tokens, text, at, kind, cut, finish]
+    Delta   msgpack array [id, attempt, offset, tokens, text, at, kind, cut, finish, logprobs]
 
 A worker's frames carry deltas; the queue's scripts send frames with an ending or a takeover. A Delta is an array,
 since there is one for every token streamed; new fields go at its end, with a default, and old readers skip them.
 `offset` is the index of the delta's first token in the request's output, and `at` of its first character (the text
 of one token may come with a later one), so whoever reads knows what it misses and what it has already.
+
+An answer may be more than text. It is one string of characters all the same, cut into runs: a run's kind says what its
+characters are, and `at` counts them all in the order they came. One step may give several deltas; the tokens are the
+first one's.
+
+    text         of the answer
+    reasoning    what the model thinks before it
+    call:N       the name of the function of the answer's call N, whole
+    arguments:N  JSON, the arguments of that call
+    stop         the stop string that ended it, which is not part of the answer
+    end          "stop" or "length": an answer that is one of several has ended
+    embedding    a vector: base64 of little-endian float32
+
+Of one of several answers (n > 1, or several prompts) the kind is preceded by its number and a slash: "1/text".
 """
 
 from __future__ import annotations
@@ -14,13 +28,32 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain, groupby
+from typing import NamedTuple
 
 import msgspec
 
 from core.values import Ending
 
 VERSION = 1
+
+
+class Kind(NamedTuple):
+    """A run's kind, read."""
+
+    choice: int  #: which of several answers
+    what: str
+    call: int  #: which call of the answer
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token of the output, and what else it could have been."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()  #: the likeliest first
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
@@ -32,9 +65,18 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     text: str
     at: int = 0
-    kind: str = "text"  #: text | reasoning | tool_call
+    kind: str = "text"
     cut: str = ""  #: on the first delta of a second or later attempt: hash of the token ids before `offset`
     finish: str = ""  #: on an output's last delta: "stop" or "length"; whoever takes over then has nothing to generate
+    logprobs: tuple[Logprob, ...] = ()  #: of these tokens, if they were asked for
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Consecutive characters of one kind."""
+
+    kind: str
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
 
 
 class Takeover(msgspec.Struct, frozen=True):
@@ -71,6 +113,24 @@ def decode(raw: bytes) -> Frame:
     return _decoder.decode(raw)
 
 
+@lru_cache(maxsize=4096)
+def kind_of(kind: str) -> Kind:
+    """A kind that is not known reads as what it says, so that a newer worker's is passed over, not stumbled over."""
+    choice, _, rest = kind.rpartition("/")
+    what, _, call = rest.partition(":")
+    return Kind(int(choice or 0), what, int(call or 0))
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The runs with neighbours of one kind put together."""
+    whole: list[Run] = []
+    for kind, some in groupby(runs, key=lambda run: run.kind):
+        parts = list(some)
+        text = "".join(run.text for run in parts)
+        whole.append(Run(kind, text, tuple(chain.from_iterable(run.logprobs for run in parts))))
+    return whole
+
+
 def cut_of(tokens: Iterable[int]) -> str:
     """The hash of the token ids before a cut. Both sides of a hand-over make it, and a difference ends the stream."""
     return blake2b(array("I", tokens).tobytes(), digest_size=8).hexdigest()
@@ -89,7 +149,12 @@ class Output:
 
     @property
     def text(self) -> str:
+        """Its characters, of whatever kind."""
         return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def runs(self) -> list[Run]:
+        return joined(Run(delta.kind, delta.text, delta.logprobs) for delta in self.deltas)
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Take what continues the output; what is known or belongs to an older attempt is passed over."""
@@ -108,7 +173,9 @@ class Output:
         if known or shown:
             tokens, text = delta.tokens[known:], delta.text[shown:]
             offset, at = len(self.tokens), self.chars
-            delta = msgspec.structs.replace(delta, offset=offset, at=at, tokens=tokens, text=text, cut="")
+            delta = msgspec.structs.replace(
+                delta, offset=offset, at=at, tokens=tokens, text=text, cut="", logprobs=delta.logprobs[known:]
+            )
         if delta.tokens or delta.text or (delta.finish and not self.finish):
             self._take(delta)
 
@@ -121,12 +188,18 @@ class Output:
     def _cut_back(self, delta: Delta) -> None:
         """A newer attempt begins here: what an older one had beyond is not the output."""
         self.attempt, self.finish = delta.attempt, ""
+        beyond: list[Delta] = []
         while self.deltas and (len(self.tokens) > delta.offset or self.chars > delta.at):
-            last = self.deltas.pop()
-            del self.tokens[last.offset :]
-            self.chars = last.at
-            if last.offset <= delta.offset and last.at <= delta.at:
-                tokens, text = last.tokens[: delta.offset - last.offset], last.text[: delta.at - last.at]
-                if tokens or text:
-                    self._take(msgspec.structs.replace(last, tokens=tokens, text=text, finish=""))
-                return
+            beyond.append(self.deltas.pop())
+            del self.tokens[beyond[-1].offset :]
+            self.chars = beyond[-1].at
+        for last in reversed(beyond):  # the first may reach into what stays, and so may text without tokens after it
+            offset, at = len(self.tokens), self.chars
+            tokens, text = last.tokens[: delta.offset - offset], last.text[: delta.at - at]
+            if tokens or text:
+                logprobs = last.logprobs[: len(tokens)]
+                self._take(
+                    msgspec.structs.replace(
+                        last, offset=offset, at=at, tokens=tokens, text=text, finish="", logprobs=logprobs
+                    )
+                )

@@ -33,6 +33,7 @@ __all__ = [
     "Output",
     "RUNNING_MS",
     "cut_log",
+    "erase",
     "gateway_channel",
     "log_step",
     "logged",
@@ -93,10 +94,10 @@ def _frames(raw: Any) -> list[Frame]:
 # --- saved output
 
 
-def save(model: str, delta: Delta, *, ended: bool = False) -> list[Call[Any]]:
-    """Add to what is saved of a request's output."""
-    key = _output(model, delta.id)
-    push = command("RPUSH", key, _delta_encoder.encode(delta), reply=int)
+def save(model: str, *deltas: Delta, ended: bool = False) -> list[Call[Any]]:
+    """Add to what is saved of one request's output, all of it or nothing."""
+    key = _output(model, deltas[0].id)
+    push = command("RPUSH", key, *map(_delta_encoder.encode, deltas), reply=int)
     return [push, command("PEXPIRE", key, OUTPUT_MS if ended else RUNNING_MS, reply=int)]
 
 
@@ -105,6 +106,11 @@ def saved(model: str, request_id: str) -> Call[list[Delta]]:
     return command(
         "LRANGE", _output(model, request_id), 0, -1, reply=lambda raw: [_delta_decoder.decode(o) for o in raw]
     )
+
+
+def erase(model: str, request_id: str) -> Call[bool]:
+    """Forget what is saved of a request's output."""
+    return command("DEL", _output(model, request_id), reply=bool)
 
 
 def _output(model: str, request_id: str) -> str:

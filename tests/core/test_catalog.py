@@ -55,6 +55,9 @@ def test_a_model_needs_only_its_context(tmp_path: Path) -> None:
         (ONE + "engine = { scheduler = 'lifo' }\n", "lifo"),
         (ONE + "engine = { prefix_hash = 'sha256' }\n", "gateways compute the hashes too"),
         (ONE + "engine = { adapters = 2 }\n", "adapters must be 0"),
+        (ONE + "kind = 'video'\n", "video"),
+        (ONE + "kind = 'embedding'\nengine = { tool_parser = 'hermes' }\n", "does not answer"),
+        (ONE + "chat_template = 'none.jinja'\n", "there is no such file"),
         (ONE + "step = { base_ms = -1 }\n", "step times"),
         (ONE + "slo = { ttft_ms = { system = 0 } }\n", "above 0"),
         (ONE + "slo = { ttft_ms = { interactive = 6000 } }\n", "shorter for a less urgent class"),
@@ -103,3 +106,16 @@ def test_objectives_are_named_by_class(tmp_path: Path) -> None:
     found = loaded(tmp_path, ONE + "slo = { ttft_ms = { interactive = 2000, bulk = 90000 } }\n")
 
     assert found["m"].slo.ttft_s == (0.5, 2, 5, 90)
+
+
+def test_a_chat_template_lies_beside_its_catalogue(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+
+    found = loaded(tmp_path, ONE + "chat_template = 'own.jinja'\nengine = { tool_parser = 'hermes' }\n")["m"]
+
+    assert found.chat_template == str(tmp_path / "own.jinja")
+    assert found.calls and not Model(context_tokens=9).calls
+
+
+def test_an_embedding_model_needs_no_room_for_an_answer(tmp_path: Path) -> None:
+    assert loaded(tmp_path, '[models."m"]\ncontext_tokens = 512\nkind = "embedding"\n')["m"].kind == "embedding"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +22,8 @@ import pytest
 
 import core.catalog
 from core.catalog import Model
-from core.stream.frames import Delta, Output
-from core.values import Caller, Request, Sampling
+from core.stream.frames import Delta, Logprob, Output, Run, joined
+from core.values import Caller, Request, Sampling, Tools
 from workers.engine import EngineDead, EngineRefused, EngineStats, Piece
 from workers.resume import Plan, Seam, plan
 from workers.scripted import ScriptedEngine, script_seed, scripted_token, scripted_tokens
@@ -30,6 +32,10 @@ from workers.vllm.engine import VllmEngine
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("FOREBAY_DATA", ROOT / ".forebay"))
 MODEL = core.catalog.load()["smollm2-135m-instruct"]
+#: The same as one that calls tools, which a grammar sees to.
+CALLING = msgspec.structs.replace(MODEL, engine=msgspec.structs.replace(MODEL.engine, tool_parser="hermes"))
+#: And as one that makes vectors: its last hidden state.
+EMBEDDING = msgspec.structs.replace(MODEL, kind="embedding", slots=4)
 
 #: "What is the capital of France?" through SmolLM2's chat template.
 CANARY = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
@@ -103,9 +109,9 @@ def make(kind: str, model: Model = MODEL) -> ScriptedEngine | VllmEngine:
     return ScriptedEngine(model) if kind == "scripted" else VllmEngine(model, DATA, timed=kind == "timed")
 
 
-def start(kind: str) -> Iterator[Started]:
+def start(kind: str, model: Model = MODEL) -> Iterator[Started]:
     loop = asyncio.new_event_loop()
-    engine = make(kind)
+    engine = make(kind, model)
     loop.run_until_complete(engine.start())
     yield Started(kind, engine, loop)
     loop.run_until_complete(engine.stop())
@@ -114,7 +120,7 @@ def start(kind: str) -> Iterator[Started]:
 
 @pytest.fixture(scope="module", params=["scripted", "timed", "vllm"])
 def started(request: pytest.FixtureRequest) -> Iterator[Started]:
-    yield from start(request.param)
+    yield from start(request.param, CALLING if request.param == "vllm" else MODEL)
 
 
 @pytest.fixture
@@ -441,6 +447,253 @@ def test_a_real_models_resume_goes_on_with_the_same_text(real: Started) -> None:
     )
 
     assert whole.tokens[:4] + rest.tokens == whole.tokens
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"capital": {"type": "string", "maxLength": 20}, "people": {"type": "integer", "maximum": 99}},
+    "required": ["capital", "people"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_keeps_to_its_schema(real: Started) -> None:
+    asked = request("json", CANARY, max_tokens=100, temperature=0, ignore_eos=False, grammar={"json": SCHEMA})
+
+    answer = real.run(real.ask(asked))
+
+    assert answer.finish == "stop"
+    assert set(json.loads(answer.text)) == {"capital", "people"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "keeps"),
+    [
+        ({"regex": "[0-9]{3}-[0-9]{2}"}, lambda text: re.fullmatch("[0-9]{3}-[0-9]{2}", text)),
+        ({"choice": ["Paris", "London"]}, lambda text: text in {"Paris", "London"}),
+        ({"grammar": 'root ::= "yes" | "no"'}, lambda text: text in {"yes", "no"}),
+        ({"json": {}}, lambda text: text.strip()[0] in '{["-0123456789tfn'),
+        ({"json_object": True}, lambda text: text.strip()[0] == "{"),
+    ],
+)
+def test_an_answer_keeps_to_its_grammar(real: Started, grammar: dict[str, Any], keeps: Callable[[str], object]) -> None:
+    asked = request("grammar", CANARY, max_tokens=40, temperature=0, ignore_eos=False, grammar=grammar)
+
+    assert keeps(real.run(real.ask(asked)).text)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json": {"type": "nonsense"}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"type": "array", "uniqueItems": True}},
+        {"json": deep(100)},
+        {"json": {"enum": ["x" * 100_000]}},
+        {"regex": "(["},
+        {"regex": "x" * 100_000},
+        {"choice": []},
+        {"grammar": "no grammar at all"},
+        {"grammar": ""},
+        {"grammar": 7},
+        {"json_object": False},
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_and_the_engine_lives(real: Started, grammar: dict[str, Any]) -> None:
+    async def refuse() -> Answer:
+        other = asyncio.create_task(real.ask(request("well", max_tokens=10)))
+        with pytest.raises(EngineRefused):
+            await real.ask(request("refused", grammar=grammar))
+        return await other
+
+    assert real.run(refuse()).finish == "length"
+    assert real.run(real.ask(request("after", grammar={"choice": ["yes"]}, ignore_eos=False))).text == "yes"
+
+
+@pytest.mark.parametrize("choice", ["required", "=weather"])
+def test_a_forced_call_is_one(real: Started, choice: str) -> None:
+    """Whatever the model would have said: a grammar sees to it."""
+    function = {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Bonn"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    }
+    asked = msgspec.structs.replace(
+        request("call", CANARY, max_tokens=100, temperature=0, ignore_eos=False),
+        tools=Tools(functions=(function,), choice=choice, parallel=False),
+    )
+    reader = real.engine.reader(asked)
+    assert reader is not None
+    runs: list[Run] = []
+
+    def read(piece: Piece) -> None:
+        fed = reader.feed(piece.text, piece.tokens, finished=piece.finish is not None)
+        runs.extend(Run(kind, text) for kind, text in fed)
+
+    answer = real.run(real.ask(asked, each=read))
+
+    [call, arguments] = joined(runs)
+    assert (answer.finish, call) == ("stop", Run("call:0", "weather"))
+    assert arguments.kind == "arguments:0" and json.loads(arguments.text)["city"] in {"Paris", "Bonn"}
+
+
+def test_what_cannot_be_done_is_refused(processes: Started) -> None:
+    """A script is no sentence of any grammar; and a model that answers makes no vectors."""
+    asked = request("refused")
+    if processes.kind == "timed":
+        with pytest.raises(EngineRefused):
+            processes.run(processes.ask(request("refused", grammar={"json": SCHEMA})))
+    with pytest.raises(EngineRefused):
+        processes.run(processes.engine.embed(asked, CANARY))
+
+
+@pytest.mark.parametrize("alternatives", [0, 3])
+def test_each_token_comes_with_its_logarithm(real: Started, alternatives: int) -> None:
+    told: list[Logprob] = []
+    asked = request("likely", CANARY, max_tokens=8, temperature=0, ignore_eos=False, logprobs=alternatives)
+
+    answer = real.run(real.ask(asked, each=lambda piece: told.extend(piece.logprobs)))
+
+    assert len(told) == len(answer.tokens)
+    assert "".join(one.token for one in told).startswith(answer.text)
+    for one in told:
+        assert -9999 <= one.logprob <= 0 and len(one.top) == alternatives
+        assert [value for _, value in one.top] == sorted((value for _, value in one.top), reverse=True)
+    if alternatives:
+        assert all(one.top[0] == (one.token, one.logprob) for one in told), "greedy takes the likeliest"
+
+
+def test_no_logarithm_is_infinite(real: Started) -> None:
+    """What a grammar forbids has minus infinity, which JSON cannot say."""
+    told: list[Logprob] = []
+    asked = request("sure", CANARY, max_tokens=6, ignore_eos=False, logprobs=20, grammar={"choice": ["Paris"]})
+
+    real.run(real.ask(asked, each=lambda piece: told.extend(piece.logprobs)))
+
+    values = [value for one in told for value in (one.logprob, *[value for _, value in one.top])]
+    assert values and all(-9999 <= value <= 0 for value in values)
+
+
+def test_logarithms_are_told_only_if_asked_for(real: Started) -> None:
+    told: list[Logprob] = []
+
+    real.run(real.ask(request("silent", CANARY), each=lambda piece: told.extend(piece.logprobs)))
+
+    assert told == []
+
+
+def test_a_bias_decides_and_an_unknown_token_is_refused(real: Started) -> None:
+    biased = real.run(real.ask(request("biased", CANARY, max_tokens=4, temperature=0, logit_bias={1234: 500.0})))
+
+    assert biased.tokens == [1234] * 4
+    with pytest.raises(EngineRefused):
+        real.run(real.ask(request("biased", CANARY, logit_bias={10**6: 1.0})))
+
+
+def test_an_answer_is_no_shorter_than_asked_and_ends_at_a_stop_token(real: Started) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "ignore_eos": False}
+    plain = real.run(real.ask(request("plain", CANARY, **sampling)))
+    longer = real.run(real.ask(request("longer", CANARY, min_tokens=20, **sampling)))
+    shorter = real.run(real.ask(request("shorter", CANARY, stop_token_ids=(plain.tokens[3],), **sampling)))
+
+    assert len(plain.tokens) < 20 <= len(longer.tokens)
+    assert (shorter.tokens, shorter.finish) == (plain.tokens[:4], "stop")
+
+
+def test_the_stop_string_that_ended_it_is_told(processes: Started) -> None:
+    whole = processes.run(processes.ask(request("stop", CANARY, max_tokens=15, temperature=0)))
+    stop, told = whole.text[5:8], list[str]()
+    asked = request("stop", CANARY, max_tokens=15, temperature=0, stop=("never there", stop))
+
+    processes.run(processes.ask(asked, each=lambda piece: told.append(piece.stop)))
+
+    assert told[-1] == stop and not any(told[:-1])
+
+
+@pytest.fixture(scope="module")
+def embedding() -> Iterator[Started]:
+    yield from start("vllm", EMBEDDING)
+
+
+def vector(engine: Started, prompt: list[int], name: str = "embed") -> tuple[float, ...]:
+    asked = msgspec.structs.replace(request(name, prompt), task="embed")
+    return engine.run(engine.engine.embed(asked, prompt))
+
+
+def likeness(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def test_a_text_has_a_vector_of_its_own(embedding: Started) -> None:
+    """Of length one, the same again but for what a cached prefix rounds otherwise, and another for another text."""
+    first, again, other = vector(embedding, CANARY), vector(embedding, CANARY), vector(embedding, CANARY[5:])
+
+    assert len(first) == 576 and sum(x * x for x in first) == pytest.approx(1, abs=1e-3)
+    assert likeness(first, again) > 0.999 > likeness(first, other)
+
+
+def test_many_texts_are_embedded_together(embedding: Started) -> None:
+    async def together() -> list[tuple[float, ...]]:
+        asked = [msgspec.structs.replace(request(f"many{n}", CANARY[n:]), task="embed") for n in range(12)]
+        return await asyncio.gather(*[embedding.engine.embed(one, one.prompt_token_ids) for one in asked])
+
+    vectors = embedding.run(together())
+
+    assert likeness(vectors[3], vector(embedding, CANARY[3:])) > 0.999
+    assert embedding.run(embedding.idle()).running == 0
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.001, 0.05])
+def test_cancelling_an_embedding_frees_the_engine(embedding: Started, delay_s: float) -> None:
+    async def cancel() -> EngineStats:
+        long = list(range(1000, 1000 + MODEL.context_tokens - 1))
+        asked = msgspec.structs.replace(request("cancelled", long), task="embed")
+        task = asyncio.create_task(embedding.engine.embed(asked, long))
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        await asyncio.wait([task])
+        return await embedding.idle(within_s=20)
+
+    assert embedding.run(cancel()).running == 0
+    assert isinstance(embedding.engine, VllmEngine)
+    assert embedding.engine._engine.get_num_unfinished_requests() == 0
+    assert embedding.engine._run_ids == {}
+
+
+def test_an_aborted_embedding_says_so(embedding: Started) -> None:
+    async def abort() -> None:
+        long = list(range(1000, 1000 + MODEL.context_tokens - 1))
+        task = asyncio.create_task(
+            embedding.engine.embed(msgspec.structs.replace(request("aborted", long), task="embed"), long)
+        )
+        await asyncio.sleep(0.02)
+        await embedding.engine.abort("aborted")
+        with pytest.raises(EngineRefused):
+            await task
+
+    embedding.run(abort())
+
+
+def test_an_embedding_engine_answers_nothing_and_takes_no_more_than_its_context(embedding: Started) -> None:
+    with pytest.raises(EngineRefused):
+        embedding.run(embedding.ask(request("answer")))
+    with pytest.raises(EngineRefused):
+        vector(embedding, list(range(100, 101 + MODEL.context_tokens)))
+    with pytest.raises(EngineRefused):
+        vector(embedding, [])
+    assert vector(embedding, CANARY)
 
 
 def test_a_ping_finds_a_frozen_engine(processes: Started, monkeypatch: pytest.MonkeyPatch) -> None:

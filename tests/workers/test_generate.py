@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import struct
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -16,18 +18,20 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
 from core import prefix
-from core.catalog import Model, StepProfile
+from core.catalog import EngineKnobs, Model, StepProfile
 from core.redis import AsyncStore, Call, Store
-from core.stream.frames import Delta, Frame, Output, cut_of, decode
+from core.stream.frames import Delta, Frame, Output, cut_of, decode, joined
 from core.stream.log import gateway_channel, logged, save, saved
-from core.values import Caller, Ending, Request, Sampling, Usage
+from core.values import Caller, Ending, Request, Sampling, Tools, Usage
 from tasks.broker import QueueBroker
 from tasks.queue import Queue, generation
 from tasks.runner import IDLE_S, Runner
 from tests.conftest import PATIENCE_S, on_loop
-from workers.engine import Piece
+from workers.engine import EngineFacts, EngineRefused, Piece
 from workers.generate import BUFFER_BYTES, Generator, Publisher
-from workers.scripted import ScriptedEngine, script_seed, scripted_tokens
+from workers.main import Intake
+from workers.markup import MarkReader
+from workers.scripted import REASONING_TOKENS, ScriptedEngine, script_seed, scripted_tokens, scripted_vector
 
 MODEL = "m"
 PROMPT = [10, 11, 12]
@@ -43,19 +47,27 @@ def request(
     seed: int | None = 7,
     prompt: list[int] | None = None,
     stop: tuple[str, ...] = (),
+    **more: Any,
 ) -> Request:
+    """`more`: fields of the sampling, or of the request."""
+    of_sampling = {field: more.pop(field) for field in Sampling.__struct_fields__ if field in more}
     return Request(
         id=name,
         model=MODEL,
         caller=Caller(org_id="o", project_id="p", key_id="k"),
         gateway=gateway,
         prompt_token_ids=prompt or PROMPT,
-        sampling=Sampling(max_tokens=n, seed=seed, stop=stop),
+        sampling=Sampling(max_tokens=n, seed=seed, stop=stop, **of_sampling),
+        **more,
     )
 
 
 def name_of(call: Call[Any]) -> str:
     return call.script.name if call.script else str(call.args[0])
+
+
+def said(output: Output) -> list[tuple[str, str]]:
+    return [(run.kind, run.text) for run in joined(run for run in output.runs if run.text)]
 
 
 class Watched(AsyncStore):
@@ -146,12 +158,17 @@ class Gateway:
             tokens += delta.tokens[known:]
         return tokens
 
-    def text(self, name: str) -> str:
-        text = ""
+    def said(self, name: str) -> list[tuple[str, str]]:
+        """Its runs."""
+        output, chars = Output(name), 0
         for delta in self.deltas(name):
-            assert delta.at <= len(text), "a gap"
-            text += delta.text[len(text) - delta.at :]
-        return text
+            assert delta.at <= chars, "a gap"
+            chars = max(chars, delta.at + len(delta.text))
+            output.add([delta])
+        return said(output)
+
+    def text(self, name: str, kind: str = "text") -> str:
+        return "".join(text for one, text in self.said(name) if one == kind)
 
 
 class Worker:
@@ -171,9 +188,12 @@ class Worker:
         buffer_s: float = 30.0,
         buffer_bytes: int = BUFFER_BYTES,
         beat_ms: int = NEVER_MS,
+        **more: Any,
     ) -> Worker:
+        """`more`: fields of the model."""
         self.name = name
-        model = Model(name=MODEL, context_tokens=500, slots=slots, step=StepProfile(base_ms=step_ms, sequence_ms=0))
+        step = StepProfile(base_ms=step_ms, sequence_ms=0)
+        model = self.model = Model(**{"name": MODEL, "context_tokens": 500, "slots": slots, "step": step} | more)
         self.engine = ScriptedEngine(model)
         self.store = cast(Watched, Watched.connect(self.url))
         self.blocking = AsyncStore.connect(self.url, timeout_s=IDLE_S + 3)
@@ -680,7 +700,7 @@ async def test_a_stop_string_across_the_seam_is_found(worker: Worker, other: Wor
         await hand_over(worker, other, gateway, asked, after=90, how=how)
         ending = await gateway.ending("a")
 
-    assert gateway.text("a") == script[:end]
+    assert gateway.said("a") == [("text", script[:end]), ("stop", stop)]
     assert (ending.outcome, ending.attempt, ending.usage.output_tokens) == ("completed", 2, end + len(stop))
     assert len(gateway.tokens("a")) == end + len(stop)
 
@@ -699,7 +719,7 @@ async def test_an_output_that_had_come_to_its_end_is_not_gone_on_with(worker: Wo
             ending = await gateway.ending("a")
 
     assert (ending.outcome, ending.attempt) == ("completed", 2)
-    assert gateway.text("a") == script[: script.index("k")]
+    assert gateway.said("a") == [("text", script[: script.index("k")]), ("stop", "k")]
     assert ending.usage.output_tokens == script.index("k") + 1
     [last] = [delta for delta in gateway.deltas("a") if delta.attempt == 2]
     assert (last.tokens, last.text, last.cut) == ((), "", cut_of(gateway.tokens("a")))
@@ -778,3 +798,395 @@ async def test_a_worker_says_which_prefixes_it_holds(worker: Worker) -> None:
         await worker.until(lambda: "hold" in worker.store.asked)
 
     assert worker.side.run(prefix.holders(MODEL, marks)) == [["w"], ["w"]]
+
+
+# --- kinds
+
+
+THINKS = EngineKnobs(tool_parser="scripted", reasoning_parser="scripted")
+CALLS = EngineKnobs(tool_parser="scripted")
+
+
+def script(seed: int, n: int) -> str:
+    return bytes(scripted_tokens(seed, n)).decode()
+
+
+def tools(choice: str = "auto", chars: int = 60) -> Tools:
+    """Two functions, the first with an argument of so many characters."""
+    city = {"type": "string", "minLength": chars}
+    weather = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    return Tools(functions=({"name": "get_weather", "parameters": weather}, {"name": "get_time"}), choice=choice)
+
+
+def conversation(*turns: str) -> list[int]:
+    return list("".join(f"{turn}\n" for turn in turns).encode() + b"assistant: ")
+
+
+#: What calls `get_weather`, by the scripted engine's rule.
+ASKS = conversation("user: What is the weather in Paris?")
+CALLED = [("call:0", "get_weather"), ("arguments:0", '{"city": "' + "abc" * 20 + '"}')]
+
+
+@on_loop
+async def test_calls_and_thinking_leave_as_runs_of_their_own(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make(engine=THINKS):
+        worker.send(request("a", n=200, seed=5, prompt=ASKS, tools=tools()))
+        worker.send(request("b", n=40, seed=5, prompt=conversation("user: hello"), tools=tools()))
+        endings = [await gateway.ending(name) for name in "ab"]
+        outputs = [worker.output(name) for name in "ab"]
+
+    thought = ("reasoning", script(5 ^ 1, REASONING_TOKENS))
+    assert gateway.said("a") == [thought, *CALLED]
+    assert gateway.said("b") == [thought, ("text", script(5, 40 - REASONING_TOKENS - 2))]
+    assert [ending.outcome for ending in endings] == ["completed", "length"]
+    assert [ending.usage.reasoning_tokens for ending in endings] == [REASONING_TOKENS + 2] * 2
+    assert [said(output) for output in outputs] == [gateway.said(name) for name in "ab"], "and are saved as such"
+    assert [len(output.tokens) for output in outputs] == [ending.usage.output_tokens for ending in endings]
+
+
+@on_loop
+async def test_the_stop_string_that_ended_an_answer_is_told_after_it(worker: Worker) -> None:
+    text = script(7, 40)
+    stop = text[20:24]
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(request("a", n=40, stop=("never", stop)))
+        ending = await gateway.ending("a")
+
+    assert gateway.said("a") == [("text", text[: text.index(stop)]), ("stop", stop)]
+    assert ending.outcome == "completed"
+    assert [delta.finish for delta in gateway.deltas("a")][-2:] == ["", "stop"], "the end is on the very last"
+
+
+@on_loop
+async def test_every_token_says_what_it_was_asked_for(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(request("a", n=20, logprobs=3), request("b", n=20, logprobs=0), request("c", n=20))
+        for name in "abc":
+            await gateway.ending(name)
+        kept = worker.output("a")
+
+    for name, top in (("a", 3), ("b", 0)):
+        told = [one for delta in gateway.deltas(name) for one in delta.logprobs]
+        assert "".join(one.token for one in told) == script(7, 20) and all(len(one.top) == top for one in told)
+    assert not any(delta.logprobs for delta in gateway.deltas("c"))
+    assert [one.token for run in kept.runs for one in run.logprobs] == list(script(7, 20))
+
+
+@on_loop
+async def test_what_the_model_cannot_do_fails_and_says_so(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(request("a", tools=tools()), request("b", grammar={"regex": "a+"}), request("c", task="embed"))
+        endings = [await gateway.ending(name) for name in "abc"]
+
+    assert [ending.outcome for ending in endings] == ["failed"] * 3
+    assert "tools" in endings[0].message and "regular" in endings[1].message and "vectors" in endings[2].message
+    assert not any(ending.usage.output_tokens for ending in endings)
+
+
+# --- several answers
+
+
+@on_loop
+async def test_several_answers_to_several_prompts_are_one_request(worker: Worker) -> None:
+    """Run k is prompt k // n, answer k % n; each prompt counts once, and all that was made counts."""
+    asked = msgspec.structs.replace(request("a", n=30, seed=7), n=2, more_prompts=([20, 21], [30]))
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(asked)
+        ending = await gateway.ending("a")
+        kept = worker.output("a")
+
+    assert {kind for kind, _ in gateway.said("a")} == {f"{k}/{what}" for k in range(6) for what in ("text", "end")}
+    for k in range(6):
+        assert gateway.text("a", f"{k}/text") == script(7 + k % 2, 30)
+        assert gateway.text("a", f"{k}/end") == "length"
+    assert (ending.outcome, ending.usage) == ("length", Usage(input_tokens=6, output_tokens=180))
+    assert said(kept) == gateway.said("a") and list(kept.tokens) == gateway.tokens("a")
+    assert [delta.finish for delta in gateway.deltas("a") if delta.finish] == ["length"]
+    assert [tokens for _, tokens in worker.generator.learned] == [30] * 6
+
+
+@on_loop
+async def test_answers_that_are_not_seeded_differ_and_greedy_ones_do_not(worker: Worker) -> None:
+    sampled = msgspec.structs.replace(request("a", seed=None), n=3)
+    greedy = msgspec.structs.replace(request("b", seed=None, temperature=0.0), n=2)
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(sampled, greedy)
+        await gateway.ending("a")
+        await gateway.ending("b")
+
+    assert len({gateway.text("a", f"{k}/text") for k in range(3)}) == 3
+    assert gateway.text("a", "0/text") == script(script_seed(sampled), 20)
+    assert gateway.text("b", "0/text") == gateway.text("b", "1/text") == script(script_seed(greedy), 20)
+
+
+@on_loop
+async def test_all_has_stopped_only_when_every_answer_has(worker: Worker) -> None:
+    stop = script(7, 40)[20:26]
+    assert stop not in script(8, 40)
+    some = msgspec.structs.replace(request("some", n=40, stop=(stop,)), n=2)
+    every = msgspec.structs.replace(request("every", n=40, grammar={"choice": ["yes"]}), n=2)
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(some, every)
+        endings = [await gateway.ending(name) for name in ("some", "every")]
+
+    assert [ending.outcome for ending in endings] == ["length", "completed"]
+    assert (gateway.text("some", "0/stop"), gateway.text("some", "0/end")) == (stop, "stop")
+    assert (gateway.text("some", "1/stop"), gateway.text("some", "1/end")) == ("", "length")
+    assert [gateway.text("every", f"{k}/text") for k in range(2)] == ["yes", "yes"]
+
+
+@on_loop
+async def test_what_the_tokens_of_several_answers_say_stays_with_their_own_text(worker: Worker) -> None:
+    """A token whose text is held back, for a stop string may begin in it, waits for it; else it went to another's."""
+    asked = msgspec.structs.replace(request("a", n=40, logprobs=1, stop=("b ", "c ", "nope")), n=3)
+    async with Gateway(worker.url) as gateway, worker.make():
+        worker.send(asked)
+        ending = await gateway.ending("a")
+
+    for k in range(3):
+        mine = [delta for delta in gateway.deltas("a") if delta.kind.startswith(f"{k}/")]
+        spelled = "".join(one.token for delta in mine for one in delta.logprobs)
+        assert spelled == script(7 + k, 40)[: len(spelled)] and spelled.startswith(gateway.text("a", f"{k}/text"))
+    assert len(gateway.tokens("a")) == ending.usage.output_tokens
+    assert sum(len(delta.logprobs) for delta in gateway.deltas("a")) == ending.usage.output_tokens
+
+
+@on_loop
+async def test_a_cached_prompt_of_several_answers_counts_once(worker: Worker) -> None:
+    """What the first had to compute the others found; of another prompt, what its answers all found."""
+    asked = msgspec.structs.replace(request("a", prompt=[1] * 40), n=2, more_prompts=([2] * 30,))
+    cached = {0: 0, 1: 32, 2: 16, 3: 16}
+    async with Gateway(worker.url) as gateway, worker.make():
+        generate = worker.engine.generate
+
+        async def caches(asked: Request, cut: int = 0) -> AsyncGenerator[Piece]:
+            async for piece in generate(asked, cut):
+                yield msgspec.structs.replace(piece, cached_tokens=cached[asked.choice])
+
+        worker.engine.generate = caches  # type: ignore[method-assign]
+        worker.send(asked)
+        ending = await gateway.ending("a")
+
+    assert (ending.usage.input_tokens, ending.usage.cached_tokens) == (70, 16)
+
+
+@on_loop
+async def test_cancelling_stops_every_answer(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=5):
+        worker.send(msgspec.structs.replace(request("a", n=400), n=4))
+        await gateway.until(lambda: len(gateway.tokens("a")) >= 12)
+        assert worker.engine.stats().running == 4
+        worker.side.run(worker.queue.cancel("a"))
+        ending = await gateway.ending("a")
+        assert worker.engine.stats().running == 0
+        await worker.until(lambda: not worker.publisher._streams)
+
+    assert ending.outcome == "cancelled"
+    assert ending.usage.output_tokens == len(gateway.tokens("a")) > 0
+
+
+@on_loop
+async def test_one_answer_that_is_refused_or_breaks_ends_them_all(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=5):
+        generate = worker.engine.generate
+
+        async def fails(asked: Request, cut: int = 0) -> AsyncGenerator[Piece]:
+            async for piece in generate(asked, cut):
+                if asked.choice == 1 and len(gateway.tokens(asked.id)) >= 10:
+                    raise EngineRefused("not this one") if asked.id == "refused" else RuntimeError("it broke")
+                yield piece
+
+        worker.engine.generate = fails  # type: ignore[method-assign]
+        worker.send(*(msgspec.structs.replace(request(name, n=400), n=2) for name in ("refused", "broken")))
+        endings = [await gateway.ending(name) for name in ("refused", "broken")]
+        await worker.until(lambda: worker.engine.stats().running == 0 and not worker.publisher._streams)
+
+    assert [(one.outcome, one.message) for one in endings] == [("failed", "not this one"), ("failed", "it broke")]
+
+
+@on_loop
+async def test_an_engine_that_goes_away_under_several_answers_hands_them_back(worker: Worker) -> None:
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=3):
+            worker.send(msgspec.structs.replace(request("a", n=400), n=3, stream=False))
+            await gateway.until(lambda: len(gateway.tokens("a")) >= 10)
+            await worker.engine.abort("a")
+            await worker.generator.dead.wait()
+            await worker.runner.drain(0)
+
+    [seen] = worker.side.run(worker.queue.watch("g", ["a"])).seen
+    assert (seen.state, seen.ending) == ("waiting", None)
+
+
+@on_loop
+async def test_several_answers_that_nobody_has_seen_are_made_again(worker: Worker, other: Worker) -> None:
+    """What an older attempt saved does not mix with it."""
+    asked = msgspec.structs.replace(request("a", n=200), n=2, stream=False)
+    async with Gateway(worker.url) as gateway, worker.make(beat_ms=10):
+        worker.send(asked)
+        await gateway.until(lambda: len(gateway.tokens("a")) >= 60)
+        await worker.die()
+        async with other.make("v", step_ms=1):
+            ending = await gateway.ending("a")
+            kept = other.output("a")
+
+    assert (ending.attempt, ending.usage.output_tokens) == (2, 400)
+    texts = ["".join(text for kind, text in said(kept) if kind == f"{k}/text") for k in range(2)]
+    assert texts == [script(7, 200), script(8, 200)] and len(kept.tokens) == 400
+
+
+@on_loop
+async def test_wide_requests_take_as_many_slots_as_they_have_answers(worker: Worker) -> None:
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=5, slots=16):
+        intake = Intake(worker.engine, worker.model, EngineFacts(slots=16, context_tokens=500, kv_tokens=8000))
+        intake.serve(worker.runner, worker.generator)
+        assert intake.slots() == 16
+        worker.send(msgspec.structs.replace(request("a", n=100), n=3, more_prompts=([1, 2],)), request("b", n=100))
+        await gateway.until(lambda: gateway.tokens("a") and gateway.tokens("b"))
+        [wide] = [one for one in intake._look() if one.id == "a"]
+        assert intake.slots() == 16 - 7
+
+    assert (wide.width, wide.input_tokens, wide.expected_tokens, wide.most_tokens) == (6, 5, 600, 600)
+    assert not wide.resumable
+
+
+def test_the_queue_counts_all_prompts_and_answers_and_the_longest_context() -> None:
+    wide = generation(msgspec.structs.replace(request("a", n=100), n=3, more_prompts=([1] * 10,)))
+    vectors = generation(msgspec.structs.replace(request("a", n=1), task="embed", more_prompts=([1] * 10,)))
+
+    assert (wide.input_tokens, wide.need_tokens, wide.most_tokens) == (13, 13 + 600, 110)
+    assert (vectors.input_tokens, vectors.need_tokens, vectors.most_tokens) == (13, 13, 10)
+
+
+# --- vectors
+
+
+@on_loop
+async def test_a_vector_of_each_prompt(worker: Worker) -> None:
+    prompts = ([1, 2, 3], [4, 5], [6] * 40)
+    many = msgspec.structs.replace(request("many", prompt=prompts[0]), task="embed", more_prompts=prompts[1:])
+    one = msgspec.structs.replace(request("one", prompt=prompts[2]), task="embed")
+    async with Gateway(worker.url) as gateway, worker.make(kind="embedding"):
+        worker.send(many, one)
+        endings = [await gateway.ending(name) for name in ("many", "one")]
+        kept = worker.output("many")
+
+    runs = dict(gateway.said("many"))
+    assert [vector_of(runs[f"{k}/embedding"]) for k in range(3)] == [single(scripted_vector(one)) for one in prompts]
+    assert [kind for kind, _ in gateway.said("one")] == ["embedding"]
+    assert vector_of(gateway.text("one", "embedding")) == single(scripted_vector(prompts[2]))
+    assert [ending.outcome for ending in endings] == ["completed"] * 2
+    assert [ending.usage for ending in endings] == [Usage(input_tokens=45), Usage(input_tokens=40)]
+    assert said(kept) == gateway.said("many") and kept.finish == "stop"
+    assert not worker.generator.learned
+
+
+def vector_of(text: str) -> tuple[float, ...]:
+    raw = base64.b64decode(text)
+    return struct.unpack(f"<{len(raw) // 4}f", raw)
+
+
+def single(vector: tuple[float, ...]) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(vector)}f", struct.pack(f"<{len(vector)}f", *vector))
+
+
+@on_loop
+async def test_a_prompt_that_has_no_vector_fails_the_request_and_cancelling_stops_all(worker: Worker) -> None:
+    asked = msgspec.structs.replace(request("a"), task="embed", more_prompts=([1] * 501,))
+    slow = msgspec.structs.replace(request("b"), task="embed", more_prompts=([1], [2]))
+    step = StepProfile(base_ms=60_000, sequence_ms=0)
+    async with Gateway(worker.url) as gateway, worker.make(kind="embedding", step=step):
+        worker.send(asked, slow)
+        failed = await gateway.ending("a")
+        await worker.until(lambda: "b" in worker.runner.held)
+        worker.side.run(worker.queue.cancel("b"))
+        cancelled = await gateway.ending("b")
+
+    assert failed.outcome == "failed" and "501" in failed.message
+    assert cancelled.outcome == "cancelled"
+
+
+# --- taking over what is read
+
+
+@pytest.mark.parametrize("beat_ms", [NEVER_MS, 10])
+@pytest.mark.parametrize("how", ["death", "drain"])
+@pytest.mark.parametrize("after", [4, REASONING_TOKENS + 8, REASONING_TOKENS + 30])
+@on_loop
+async def test_another_worker_goes_on_within_thinking_a_name_or_arguments(
+    worker: Worker, other: Worker, how: str, beat_ms: int, after: int
+) -> None:
+    """The runs are those of an unbroken attempt: a name once, arguments whole, and thinking counted once."""
+    asked = request("a", n=200, seed=None, prompt=ASKS, tools=tools())
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=4, beat_ms=beat_ms, engine=THINKS):
+        worker.send(asked)
+        await gateway.until(lambda: len(gateway.tokens("a")) >= after)
+        await (worker.die() if how == "death" else worker.runner.drain(0))
+        async with other.make("v", step_ms=1, engine=THINKS):
+            ending = await gateway.ending("a")
+            kept = other.output("a")
+
+    thought = script(script_seed(asked) ^ 1, REASONING_TOKENS)
+    assert gateway.said("a") == [("reasoning", thought), *CALLED] == said(kept)
+    assert (ending.attempt, ending.outcome) == (2, "completed")
+    assert ending.usage.reasoning_tokens == REASONING_TOKENS + 2
+    assert ending.usage.output_tokens == len(gateway.tokens("a")) == len(kept.tokens)
+    assert sum(len(delta.tokens) for delta in gateway.deltas("a")) == len(kept.tokens), "no token was made twice"
+
+
+@on_loop
+async def test_what_is_read_differently_is_lost_and_never_spliced(worker: Worker, other: Worker) -> None:
+    """A worker of another release, say, whose reader takes for the answer what the first took for thinking."""
+
+    class Unlike(MarkReader):
+        def feed(self, text: str, tokens: Any, *, finished: bool) -> list[tuple[str, str]]:
+            return [("text", text)] if text else []
+
+    asked = request("a", n=200, seed=None, prompt=ASKS, tools=tools())
+    with capture_logs():
+        async with Gateway(worker.url) as gateway, worker.make(step_ms=4, engine=THINKS):
+            worker.send(asked)
+            await gateway.until(lambda: len(gateway.tokens("a")) >= 8)
+            await worker.die()
+            other.make("v", engine=THINKS)
+            other.engine.reader = lambda _: Unlike()  # type: ignore[method-assign]
+            async with other:
+                ending = await gateway.ending("a")
+
+    assert (ending.outcome, ending.attempt) == ("worker_lost", 2)
+    assert {kind for kind, _ in gateway.said("a")} == {"reasoning"}
+    assert not any(delta.text for delta in gateway.deltas("a") if delta.attempt == 2)
+
+
+@on_loop
+async def test_a_call_that_had_come_to_its_end_is_told_once(worker: Worker, other: Worker) -> None:
+    """Its worker died before it could say so; the next reads what was thought, for the bill, and says no more."""
+    asked = request("a", n=200, seed=None, prompt=ASKS, tools=tools())
+    async with Gateway(worker.url) as gateway, worker.make(engine=THINKS):
+        worker.store.away = {"finish"}
+        worker.send(asked)
+        await worker.until(lambda: worker.output("a").finish)
+        await worker.die()
+        async with other.make("v", engine=THINKS):
+            ending = await gateway.ending("a")
+
+    assert [kind for kind, _ in gateway.said("a")] == ["reasoning", "call:0", "arguments:0"]
+    assert (ending.outcome, ending.attempt, ending.usage.reasoning_tokens) == ("completed", 2, REASONING_TOKENS + 2)
+    assert not any(delta.tokens or delta.text for delta in gateway.deltas("a") if delta.attempt == 2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_a_call_that_must_be_is_made_anew_unless_it_was_seen(worker: Worker, other: Worker, stream: bool) -> None:
+    """A grammar bound it, and no engine begins one in the middle."""
+    asked = msgspec.structs.replace(request("a", n=200, seed=None, prompt=ASKS, tools=tools("required")), stream=stream)
+    async with Gateway(worker.url) as gateway, worker.make(step_ms=4, engine=CALLS):
+        worker.send(asked)
+        await gateway.until(lambda: len(gateway.tokens("a")) >= 30)
+        await worker.die()
+        async with other.make("v", step_ms=1, engine=CALLS):
+            ending = await gateway.ending("a")
+            kept = other.output("a")
+
+    assert ending.outcome == ("worker_lost" if stream else "completed")
+    assert stream or said(kept) == CALLED

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from msgspec.structs import replace as changed
 
 from core.catalog import EngineKnobs, Model, Slo, StepProfile
-from core.values import Class, Sampling
+from core.values import Class
 from workers.engine import EngineFacts, EngineStats
 from workers.headroom import (
     BOUNDLESS,
@@ -35,12 +35,8 @@ IDLE = EngineStats(running=0, waiting=0, kv_used=0.0)
 QUIET = Prefill(tokens_per_s=10_000)
 
 
-def limited(max_tokens: int, *, resumable: bool = False) -> Sampling:
-    return Sampling(max_tokens=max_tokens, seed=None if resumable else 1)
-
-
 def in_hand(**more: Any) -> InHand:
-    fields: dict[str, Any] = {"id": "r", "input_tokens": 100, "expected_tokens": 50, "sampling": limited(200)}
+    fields: dict[str, Any] = {"id": "r", "input_tokens": 100, "expected_tokens": 50, "most_tokens": 200}
     return InHand(**fields | more)
 
 
@@ -63,7 +59,8 @@ def requests(draw: st.DrawFn) -> list[InHand]:
             output_tokens=output_tokens,
             expected_tokens=draw(st.integers(0, max_tokens)),
             prefilled=output_tokens > 0,
-            sampling=limited(max_tokens, resumable=draw(st.booleans())),
+            most_tokens=max_tokens,
+            resumable=draw(st.booleans()),
         )
 
     return [one(at) for at in range(draw(st.integers(0, 12)))]
@@ -116,14 +113,14 @@ def test_an_empty_engine_offers_all_of_it() -> None:
 
 
 def test_what_was_claimed_a_moment_ago_counts_although_the_engine_does_not_show_it_yet() -> None:
-    claimed = in_hand(input_tokens=30_000, expected_tokens=500, sampling=limited(500))
+    claimed = in_hand(input_tokens=30_000, expected_tokens=500, most_tokens=500)
 
     assert free_kv_tokens(SHAPE, IDLE, [claimed]) == 40_000 - 30_500 - SHAPE.spare_tokens
 
 
 def test_a_long_prompt_half_computed_is_not_counted_twice() -> None:
     """The engine shows half of it; the sum over those in hand knows all."""
-    claimed = in_hand(input_tokens=20_000, expected_tokens=500, sampling=None)
+    claimed = in_hand(input_tokens=20_000, expected_tokens=500, most_tokens=None)
 
     assert free_kv_tokens(SHAPE, stats(10_000), [claimed]) == 40_000 - 20_500 - SHAPE.spare_tokens
 
@@ -142,8 +139,8 @@ def test_who_outgrew_what_was_expected_is_expected_to_go_on_but_never_beyond_its
     grown = in_hand(output_tokens=150, prefilled=True)
 
     assert grown.coming_tokens == 50
-    assert changed(grown, sampling=limited(1000)).coming_tokens == OVERRUN
-    assert changed(grown, sampling=limited(150)).coming_tokens == 0
+    assert changed(grown, most_tokens=1000).coming_tokens == OVERRUN
+    assert changed(grown, most_tokens=150).coming_tokens == 0
 
 
 def test_an_engine_that_does_not_tell_its_kv_is_not_bounded_by_it() -> None:
@@ -258,7 +255,7 @@ def test_only_who_is_less_urgent_and_loses_nothing_is_preempted(asked: list[InHa
 def test_the_least_urgent_goes_first_then_who_has_made_least_then_who_began_last() -> None:
     asked = [
         in_hand(id="default", cls=Class.DEFAULT, output_tokens=0),
-        in_hand(id="long", cls=Class.BULK, output_tokens=90, sampling=limited(200, resumable=True)),
+        in_hand(id="long", cls=Class.BULK, output_tokens=90, most_tokens=200, resumable=True),
         in_hand(id="old", cls=Class.BULK, output_tokens=0, order=1),
         in_hand(id="new", cls=Class.BULK, output_tokens=0, order=2),
         in_hand(id="seeded", cls=Class.BULK, output_tokens=5),

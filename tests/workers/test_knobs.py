@@ -51,7 +51,7 @@ def test_what_the_catalogue_says_reaches_vllm_by_name() -> None:
 
 
 def test_no_knob_of_the_catalogue_is_forgotten() -> None:
-    """Each, changed alone, changes what the engine is told; but for those that only one value is allowed of."""
+    """Each, changed alone, changes what the engine is told; but for the tool parser, which the engine does not run."""
     plain = arguments(Model(context_tokens=9000))
     other = {
         "dtype": "float16",
@@ -64,15 +64,27 @@ def test_no_knob_of_the_catalogue_is_forgotten() -> None:
         "prefix_hash": "another",
         "adapters": 3,
         "eager": True,
+        "reasoning_parser": "qwen3",
+        "tool_parser": "hermes",
     }
     assert set(other) == set(EngineKnobs.__struct_fields__)
 
     for name, value in other.items():
         changed = Model(context_tokens=9000, engine=EngineKnobs(**{name: value}))  # type: ignore[arg-type]
-        assert arguments(changed) != plain, name
+        assert (arguments(changed) != plain) is (name != "tool_parser"), name
 
 
 def test_the_local_model_says_them_all() -> None:
     told = core.catalog.load()["smollm2-135m-instruct"].engine
 
     assert (told.scheduler, told.prefix_hash, told.adapters, told.watermark) == ("priority", "sha256_cbor", 0, 0.01)
+
+
+def test_an_embedding_model_is_started_as_one() -> None:
+    """Its prompts are not cut into steps, so a step takes a whole one."""
+    model = Model(context_tokens=9000, kind="embedding")
+
+    told = arguments(model)
+
+    assert (told["runner"], told["convert"], told["max_num_batched_tokens"]) == ("pooling", "embed", 9000)
+    assert "runner" not in arguments(model, timed=True) and "runner" not in arguments(Model(context_tokens=9000))

@@ -5,6 +5,8 @@ Facts of vLLM 0.32 that shape this file:
 - A cancelled request can leak inside vLLM, so every run that did not finish is aborted by its own id.
 - `finish_reason="abort"` also means "the engine is shutting down": whoever aborted nothing must not take it for an end.
 - An engine process that hangs looks healthy from outside: only a round trip into it tells.
+- It makes grammars with one library, whichever the first request was given to: we name it, or what a model can do
+  would depend on who came first.
 vLLM is imported when the engine starts, never with this module.
 """
 
@@ -22,9 +24,11 @@ from typing import Any
 import msgspec
 
 from core.catalog import Model
+from core.stream.frames import Logprob
 from core.values import Request
-from workers.engine import EngineDead, EngineFacts, EngineHung, EngineRefused, EngineStats, Piece
+from workers.engine import EngineDead, EngineFacts, EngineHung, EngineRefused, EngineStats, Piece, Reader
 from workers.scripted import script_seed
+from workers.vllm.parsers import TAIL_TOKENS, Parsers
 
 _EXECUTORS = "workers.vllm.executors"
 
@@ -52,8 +56,11 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "
 #: The CPU's attention kernel takes multiples of this many tokens as a block, and nothing else.
 _CPU_BLOCK_TOKENS = 32
 
-#: Prompt tokens that output is decoded with: the first word's space depends on what it follows.
-_TAIL_TOKENS = 8
+#: What makes grammars: the only library that vLLM's grammars for tools are written for.
+_GRAMMAR_BACKEND = "xgrammar"
+
+#: The least logarithm told, as in vLLM's server: JSON has no minus infinity.
+_LEAST_LOGPROB = -9999.0
 
 #: KV cache of a timed engine whose model names none, MiB.
 _TIMED_KV_MIB = 1024
@@ -71,6 +78,7 @@ class VllmEngine:
         self._ping_s = ping_s  #: a longer silence of the engine process is its death
         self._drain_s = drain_s  #: how long vLLM lets requests run on if the process group is told to end
         self._engine: Any = None
+        self._parsers: Parsers | None = None  #: None: all output is text
         self._ids = count(1)
         self._run_ids: dict[str, list[str]] = {}
         self._told: list[Callable[[], None]] = []
@@ -84,7 +92,7 @@ class VllmEngine:
         return EngineFacts(
             slots=self._model.slots,
             context_tokens=self._model.context_tokens,
-            kv_tokens=(cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
+            kv_tokens=max(0, (cache.num_gpu_blocks or 0) - 1) * cache.block_size,  # one block is vLLM's own
         )
 
     def on_step(self, told: Callable[[], None]) -> None:
@@ -93,24 +101,75 @@ class VllmEngine:
     async def generate(self, request: Request, cut: int = 0) -> AsyncGenerator[Piece]:
         """The request's pieces. The last `cut` prompt tokens are output that was delivered before."""
         engine = self._alive()
-        # vLLM aborts by id, every request of that id at once: a second attempt must not end with the first.
-        run_id = f"{request.id}#{next(self._ids)}"
-        self._run_ids.setdefault(request.id, []).append(run_id)
+        self._must_be("chat", request)
         finished = False
+        with self._run(request.id) as run_id:
+            try:
+                with _errors_as_ours():
+                    params, thinking = self._params(request, cut)
+                    outputs = engine.generate(
+                        self._prompt(request.prompt_token_ids, request),
+                        params,
+                        run_id,
+                        priority=int(request.cls),
+                        **thinking,
+                    )
+                    async with aclosing(outputs):  # leaving the loop alone would not abort
+                        async for output in outputs:
+                            piece = self._piece(output, request)
+                            finished = piece.finish is not None
+                            yield piece
+            finally:
+                if not finished and not engine.errored:
+                    await engine.abort(run_id)
+
+    async def embed(self, request: Request, prompt: Sequence[int]) -> tuple[float, ...]:
+        engine = self._alive()
+        self._must_be("embedding", request)
+        from vllm.pooling_params import PoolingParams
+
+        vector: tuple[float, ...] = ()
+        with self._run(request.id) as run_id:
+            try:
+                with _errors_as_ours():
+                    outputs = engine.encode(
+                        self._prompt(prompt, request), PoolingParams(task="embed"), run_id, priority=int(request.cls)
+                    )
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            vector = tuple(output.outputs.data.tolist())
+            finally:
+                if not vector and not engine.errored:
+                    await engine.abort(run_id)
+        if not vector:  # vLLM ends what was aborted with an empty one
+            self._alive()
+            raise EngineRefused("the engine broke off this request")
+        return vector
+
+    def reader(self, request: Request) -> Reader | None:
+        self._alive()
+        if self._parsers is not None:
+            return self._parsers.reader(request)
+        if request.tools and request.tools.choice != "none" and not self._model.calls:
+            raise EngineRefused("this model calls no tools")
+        self._shape(request)
+        return None
+
+    def _must_be(self, kind: str, request: Request) -> None:
+        if self._model.kind != kind or (kind == "embedding" and self._timed):
+            does = "makes vectors, and no text" if self._model.kind == "embedding" else "makes no vectors"
+            raise EngineRefused(f"{request.model} {does}")
+
+    @contextmanager
+    def _run(self, request_id: str) -> Iterator[str]:
+        """An id of its own: vLLM aborts by id, every request of that id at once, and a second attempt must not end
+        with the first."""
+        run_id = f"{request_id}#{next(self._ids)}"
+        self._run_ids.setdefault(request_id, []).append(run_id)
         try:
-            with _errors_as_ours():
-                outputs = engine.generate(
-                    self._prompt(request), self._params(request, cut), run_id, priority=int(request.cls)
-                )
-                async with aclosing(outputs):  # leaving the loop alone would not abort
-                    async for output in outputs:
-                        piece = _piece(output)
-                        finished = piece.finish is not None
-                        yield piece
+            yield run_id
         finally:
-            self._forget(request.id, run_id)
-            if not finished and not engine.errored:
-                await engine.abort(run_id)
+            self._forget(request_id, run_id)
 
     async def abort(self, request_id: str) -> None:
         run_ids = self._run_ids.get(request_id)
@@ -122,12 +181,15 @@ class VllmEngine:
     async def prompt_ids(self, text: str) -> list[int]:
         tokenizer = self._alive().get_tokenizer()
         turn = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        template = Path(self._model.chat_template).read_text() if self._model.chat_template else None
+        rendered = tokenizer.apply_chat_template(
+            turn, tokenize=False, add_generation_prompt=True, chat_template=template
+        )
         ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
         return ids
 
     def text_of(self, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> str:
-        tail = list(prompt_ids[-_TAIL_TOKENS:])
+        tail = list(prompt_ids[-TAIL_TOKENS:])
         before, text = self._decoded(tail), self._decoded([*tail, *ids])
         return text[len(before) :] if text.startswith(before) else self._decoded(ids)
 
@@ -178,6 +240,15 @@ class VllmEngine:
             )
         except RuntimeError as e:
             raise EngineDead(f"vLLM did not start: {e}") from e
+        if self._model.kind == "chat" and not self._timed:
+            self._parsers = self._parsers_of(self._engine)
+
+    def _parsers_of(self, engine: Any) -> Parsers:
+        try:
+            return Parsers(self._model, engine.get_tokenizer(), engine.model_config)
+        except TypeError as e:
+            engine.shutdown()
+            raise EngineDead(f"the catalogue's parsers are not for this model: {e}") from e
 
     def _arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Every size by name: AsyncLLM's own defaults are smaller than the server's, and differ between GPUs."""
@@ -207,7 +278,23 @@ class VllmEngine:
             "generation_config": "vllm",  # sampling is what the request says, not what the model's folder does
             "distributed_executor_backend": f"{_EXECUTORS}.{self._executor(on_cpu)}",
             "additional_config": {"step": msgspec.structs.asdict(model.step)},
-        } | ({"async_scheduling": False} if self._timed else {})
+            "structured_outputs_config": {"backend": _GRAMMAR_BACKEND},
+        } | self._arguments_of_kind()
+
+    def _arguments_of_kind(self) -> dict[str, Any]:
+        if self._timed:
+            return {"async_scheduling": False}
+        if self._model.kind == "chat":
+            return {"reasoning_parser": self._model.engine.reasoning_parser}  # a grammar begins after the thinking
+        whole_prompt = max(self._model.engine.batched_tokens, self._model.context_tokens, self._model.slots)
+        return {
+            "runner": "pooling",
+            "convert": "embed",  # a model that answers gives its last hidden state; one that is made for it stays as is
+            "max_num_batched_tokens": whole_prompt,
+            # Of what attends both ways neither is possible, and vLLM knows.
+            "enable_chunked_prefill": None,
+            "enable_prefix_caching": None,
+        }
 
     def _executor(self, on_cpu: bool) -> str:
         if self._timed:
@@ -219,32 +306,86 @@ class VllmEngine:
             raise EngineDead("the engine process is gone")
         return self._engine
 
-    def _prompt(self, request: Request) -> Any:
+    def _prompt(self, ids: Sequence[int], request: Request) -> Any:
         from vllm.inputs.engine import tokens_input
 
-        return tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt or None)
+        return tokens_input(list(ids), cache_salt=request.cache_salt or None)
 
-    def _params(self, request: Request, cut: int) -> Any:
+    def _params(self, request: Request, cut: int) -> tuple[Any, dict[str, Any]]:
+        """Sampling parameters, and what else `generate` is told."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         asked = request.sampling
         # The timed step knows a request only by its parameters.
         script = {"script_seed": script_seed(request, cut), "script_cut": cut} if self._timed else None
-        return SamplingParams(
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            seed=asked.seed,
-            stop=list(asked.stop),
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
-            repetition_penalty=asked.repetition_penalty,
-            ignore_eos=asked.ignore_eos,
-            extra_args=script,
-            output_kind=RequestOutputKind.DELTA,
+        params: dict[str, Any] = {
+            "max_tokens": asked.max_tokens,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+            "min_p": asked.min_p,
+            "seed": asked.seed,
+            "stop": list(asked.stop),
+            "stop_token_ids": list(asked.stop_token_ids),
+            "presence_penalty": asked.presence_penalty,
+            "frequency_penalty": asked.frequency_penalty,
+            "repetition_penalty": asked.repetition_penalty,
+            "ignore_eos": asked.ignore_eos,
+            "min_tokens": min(asked.min_tokens, asked.max_tokens),
+            "logit_bias": {token: max(-100.0, min(100.0, bias)) for token, bias in asked.logit_bias.items()} or None,
+            "logprobs": asked.logprobs,
+            "extra_args": script,
+            "output_kind": RequestOutputKind.DELTA,
+        }
+        shape, thinking = self._shape(request)
+        return SamplingParams(**params | shape), thinking
+
+    def _shape(self, request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What tools and grammar ask."""
+        if self._parsers is not None:
+            return self._parsers.asked_of_engine(request)
+        # The timed step's tokens come from a script, which is no sentence of any grammar: vLLM would break such a
+        # request off in the middle. It is refused before it begins.
+        if request.sampling.grammar or (request.tools and request.tools.forced):
+            raise EngineRefused("the timed engine cannot follow a grammar, or be made to call")
+        return {}, {}
+
+    def _piece(self, output: Any, request: Request) -> Piece:
+        completion = output.outputs[0]
+        reason = completion.finish_reason
+        if reason is not None and reason not in _FINISH:
+            raise EngineRefused(f"the engine broke off this request ({reason})")
+        return Piece(
+            tokens=tuple(completion.token_ids),
+            text=completion.text,
+            finish=_FINISH[reason] if reason is not None else None,
+            cached_tokens=output.num_cached_tokens or 0,
+            logprobs=self._logprobs(completion, request.sampling.logprobs),
+            stop=completion.stop_reason if isinstance(completion.stop_reason, str) else "",
         )
+
+    def _logprobs(self, completion: Any, alternatives: int | None) -> tuple[Logprob, ...]:
+        """Of the tokens of one piece, each with its likeliest alternatives: the sampled one is among those only if it
+        is one of them."""
+        if alternatives is None:
+            return ()
+        # A step's may come without any where vLLM had none to tell; it stays with its token all the same.
+        told = [*(completion.logprobs or ()), *[{}] * len(completion.token_ids)]
+        return tuple(
+            self._logprob(token, of_token or {}, alternatives)
+            for token, of_token in zip(completion.token_ids, told, strict=False)
+        )
+
+    def _logprob(self, token: int, told: dict[int, Any], alternatives: int) -> Logprob:
+        best = sorted((value.rank or 0, other) for other, value in told.items() if (value.rank or 0) <= alternatives)
+        top = tuple((self._spelled(other, told[other]), _logprob_told(told[other])) for _, other in best)
+        own = told.get(token)
+        return Logprob(self._spelled(token, own), _logprob_told(own), top[:alternatives])
+
+    def _spelled(self, token: int, told: Any) -> str:
+        if told is not None and told.decoded_token is not None:
+            return str(told.decoded_token)
+        return str(self._alive().get_tokenizer().decode([token]))
 
     def _forget(self, request_id: str, run_id: str) -> None:
         run_ids = self._run_ids[request_id]
@@ -268,17 +409,8 @@ class VllmEngine:
             told()
 
 
-def _piece(output: Any) -> Piece:
-    completion = output.outputs[0]
-    reason = completion.finish_reason
-    if reason is not None and reason not in _FINISH:
-        raise EngineRefused(f"the engine broke off this request ({reason})")
-    return Piece(
-        tokens=tuple(completion.token_ids),
-        text=completion.text,
-        finish=_FINISH[reason] if reason is not None else None,
-        cached_tokens=output.num_cached_tokens or 0,
-    )
+def _logprob_told(told: Any) -> float:
+    return max(_LEAST_LOGPROB, float(told.logprob)) if told is not None else _LEAST_LOGPROB  # and so is NaN
 
 
 @contextmanager
