@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from core import catalog
 from core.errors import BadRequest
 from web import render
-from web.dialects.draft import Message
-from web.render import BadTokenizer, ByteRenderer, HfRenderer
+from web.dialects.draft import Call, Message
+from web.render import BadTokenizer, ByteRenderer, HfRenderer, is_long
 
 MODEL = "smollm2-135m-instruct"
 
@@ -274,6 +274,78 @@ def test_bytes_read_like_a_play(messages: list[Message]) -> None:
 
     assert all(0 <= token_id < 256 for token_id in token_ids)
     assert renderer.decode(token_ids) == "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant: "
+
+
+def test_tools_calls_results_and_thoughts_are_lines_of_the_play() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "é"}}
+    messages = [
+        Message("user", "hi"),
+        Message("assistant", "Wait.", (Call("c1", "f", '{"a": 1}'),), "hm"),
+        Message("tool", "4", call_id="c1"),
+    ]
+    renderer = ByteRenderer()
+
+    assert renderer.decode(renderer.render(messages, [tool])).splitlines() == [
+        'tools: [{"type": "function", "function": {"name": "f", "description": "é"}}]',
+        "user: hi",
+        "reasoning: hm",
+        "assistant: Wait.",
+        '{"id": "c1", "name": "f", "arguments": "{\\"a\\": 1}"}',
+        "tool: 4",
+        "assistant: ",
+    ]
+    assert renderer.pieces(renderer.encode("hi")) == ["h", "i"]
+
+
+MUCH = "x" * 3000
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "template"),
+    [
+        (user(MUCH), [], {}),
+        ([Message("assistant", "", reasoning=MUCH)], [], {}),
+        ([Message("assistant", "", (Call("c", "f", MUCH),))], [], {}),
+        (user("x") * 500, [], {}),
+        (user("x"), [{"function": {"parameters": {"properties": {"a": {"enum": [MUCH]}}}}}], {}),
+        (user("x"), [{"function": {MUCH: 1}}], {}),
+        (user("x"), [{"function": {"parameters": {"enum": [1] * 1000}}}], {}),
+        (user("x"), [], {"a": {"b": MUCH}}),
+    ],
+)
+def test_what_is_long_is_long_wherever_it_stands(messages: Any, tools: Any, template: Any) -> None:
+    """It is rendered off the hub, where it stops no stream."""
+    assert is_long(2000, messages, tools, template)
+    assert not is_long(9000, messages, tools, template)
+
+
+def test_an_embedding_model_needs_no_template(tmp_path: Path, folder: Path) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    renderer = HfRenderer(tmp_path, chats=False)
+
+    assert renderer.decode(renderer.encode("hello")) == "hello"
+    with pytest.raises(BadRequest, match="no conversation"):
+        renderer.render(user("hi"))
+
+
+def test_half_a_surrogate_pair_in_the_arguments_of_a_call_harms_nobody(small: Callable[..., HfRenderer]) -> None:
+    """JSON inside of JSON can spell one, and no tokenizer reads it."""
+    messages = [Message("assistant", "", (Call("c", "f", '{"a": "\\ud800x"}'),))]
+
+    renderer = small("{{ messages[0].tool_calls[0].function.arguments.a }}")
+    assert renderer.decode(renderer.render(messages)) == "\ufffdx"
+    assert ByteRenderer().render(messages)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages + 1 }}", "{{ tools.x.y }}", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}"]
+)
+def test_a_template_that_stumbles_over_what_it_is_given_refuses_it(
+    small: Callable[..., HfRenderer], source: str
+) -> None:
+    with pytest.raises(BadRequest, match="chat template refuses"):
+        small(source).render(user("x"))
 
 
 def test_the_catalogue_says_which_renderer_a_model_has(folder: Path) -> None:
