@@ -37,16 +37,18 @@ from core.errors import (
     UnknownModel,
 )
 from core.lengths import Lengths, lengths
-from core.limits import counters, scopes
+from core.limits import counters, headers, scopes
 from core.limits.counters import Refused, Reserved
 from core.prefix import chain, checkpoints, depths, holders
 from core.redis import AWAY, Call, Store
+from core.stream.frames import Run
 from core.stream.log import OUTPUT_MS
 from core.telemetry import logs, metrics
-from core.values import Caller, Request, Sampling, WorkerState
+from core.values import Caller, Request, Sampling, Tools, WorkerState
 from tasks.queue import Accepted, Bounds, Seen, generation
+from web import bounds
 from web.dialects import view
-from web.dialects.draft import Dialect, Draft
+from web.dialects.draft import Dialect, Draft, Tier
 from web.dialects.view import View, view_of
 from web.render import Renderer
 from web.router import Route, prefer
@@ -57,6 +59,8 @@ log = logs.get(__name__)
 
 #: How often the workers are looked at: who is there, and the size of their KV cache, seconds.
 LOOK_S = 5.0
+#: How long a stream is kept open here at most for readers elsewhere, when its own has gone, ms.
+SHARED_MS = 600_000
 #: Hashing fewer tokens than this takes less than a millisecond, and is done on the spot.
 FEW_TOKENS = 4096
 
@@ -68,6 +72,7 @@ class Admitted:
     stream: Stream
     reserved: Reserved
     place: int
+    replayed: bool = False  #: it was accepted before, and is shown again (web/transports/idempotency.py)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,11 @@ class Kept:
     request: Request  #: without its prompt
     view: View
     seen: Seen
-    text: str  #: delivered so far
+    runs: list[Run]  #: delivered so far
+
+    @property
+    def chars(self) -> int:
+        return sum(len(run.text) for run in self.runs)
 
 
 class Admission:
@@ -109,31 +118,68 @@ class Admission:
         subscriber.account = self._account
         self._fleets: dict[str, _Fleet] = {}  #: model -> its workers, as they were last looked at
 
-    def admit(self, caller: KeyRecord, draft: Draft, transport: str) -> Admitted:
-        """Accept a draft, or refuse it before anything is queued.
+    def admit(self, caller: KeyRecord, draft: Draft, transport: str, *, request_id: str | None = None) -> Admitted:
+        """Accept a draft, or refuse it before anything is queued. `request_id`: decided beforehand; once accepted, it
+        is accepted no second time.
 
         Raises:
           ForebayError: with the status and code that the caller is shown.
         """
+        request, shown, reserved = self.prepare(caller, draft, request_id)
+        admitted = self._enqueue(request, shown, reserved)
+        self.note(caller, request, transport)
+        return admitted
+
+    def note(self, caller: KeyRecord, request: Request, transport: str) -> None:
+        """It is accepted."""
+        metrics.requests_admitted.labels(request.model, transport).inc()
+        log.info(
+            "request_admitted", request_id=request.id, model=request.model, key_id=caller.key_id, transport=transport
+        )
+
+    def prepare(
+        self, caller: KeyRecord, draft: Draft, request_id: str | None = None
+    ) -> tuple[Request, bytes, Reserved]:
+        """Everything but the queue: the request, how to show it, and the hold that it has. Raises as `admit`."""
         if self.draining:
             raise Draining
+        shown = view_of(draft, Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id))
         model = self._model(draft.model)
-        prompt = self.renderers[model.name].render(draft.messages)
-        max_tokens = _room(model, len(prompt), draft.max_tokens)
+        bounds.check(model, draft)
+        tools = bounds.tools_for(model, draft)
+        prompts = self._prompts(draft, tools)
+        max_tokens = self._max_tokens(model, draft, max(map(len, prompts)))
         try:
-            request = self._request(caller, draft, prompt, max_tokens)
+            request = self._request(caller, draft, prompts, tools, max_tokens, request_id or new_id())
             reserved = self._reserve(caller, request)
         except AWAY:
             raise StoreDown from None
-        admitted = self._enqueue(request, view.encode(view_of(draft, request.caller)), reserved)
-        metrics.requests_admitted.labels(model.name, transport).inc()
-        log.info("request_admitted", request_id=request.id, model=model.name, key_id=caller.key_id, transport=transport)
-        return admitted
+        return request, view.encode(shown), reserved
+
+    def prompts(self, draft: Draft) -> list[list[int]]:
+        """The token ids of what a draft asks, as it would be admitted with. Accepts nothing; raises as `admit`."""
+        model = self._model(draft.model)
+        bounds.check(model, draft)
+        return self._prompts(draft, bounds.tools_for(model, draft))
+
+    def forgo(self, request: Request) -> None:
+        """It was prepared, and is not accepted after all."""
+        self._settle(request, 0)
 
     def release(self, stream: Stream) -> None:
         """The reader is done with the stream. A request that goes on is cancelled; an ended one is settled."""
-        self.subscriber.close(stream)
+        self.leave(stream)
         self._account(stream)
+
+    def leave(self, stream: Stream) -> None:
+        """The reader is gone. What others read too goes on for them."""
+        if self.subscriber.leaving:
+            return
+        others = stream.leave is not None and stream.leave()
+        followed = stream in self.subscriber.followed
+        self.subscriber.close(stream, linger_ms=SHARED_MS if others else 0)
+        if followed and not others and not stream.ended and not stream.request.background:
+            self.subscriber.cancel(stream.request.id, stream.request.model, anywhere=True)
 
     def _account(self, stream: Stream) -> None:
         """Settle what has ended, once. One that is lost is made again by the usage consumer (billing/events.py)."""
@@ -145,7 +191,7 @@ class Admission:
         self._settle(stream.request, usage.input_tokens + usage.output_tokens)
 
     def recall(self, caller: KeyRecord, request_id: str, dialect: Dialect) -> Kept:
-        """What is kept of a request that this key has made.
+        """What is kept of a request that this key has made; of a response, any key of the project that made it.
 
         Raises:
           NotFound: there is none, or it is another key's, which looks the same.
@@ -153,7 +199,7 @@ class Admission:
         """
         try:
             found = self._view(request_id)
-            if found is None or found.caller.key_id != caller.key_id or found.dialect != dialect:
+            if found is None or found.dialect != dialect or not _theirs(found, caller):
                 raise _absent(request_id)
             seen = self.store.run(self.subscriber.queues[found.model].peek(request_id))
             output = self.subscriber.filler.read(found.model, request_id)
@@ -161,7 +207,7 @@ class Admission:
             raise StoreDown from None
         if seen.state == "unknown":
             raise _absent(request_id)
-        return Kept(self._stub(request_id, found), found, seen, output.text)
+        return Kept(self._stub(request_id, found), found, seen, output.runs)
 
     def attach(self, kept: Kept) -> Stream:
         """Bring a stream here; it is told from its beginning.
@@ -198,7 +244,28 @@ class Admission:
             sampling=Sampling(max_tokens=0),
             stream=found.stream,
             linger_ms=found.linger_ms,
+            background=found.background,
         )
+
+    def _prompts(self, draft: Draft, tools: Tools | None) -> list[list[int]]:
+        """The token ids of all that is asked; the first is the one that routing goes by."""
+        renderer = self.renderers[draft.model]
+        if draft.prompts:
+            prompts = [renderer.encode(one) if isinstance(one, str) else list(one) for one in draft.prompts]
+        else:
+            told = draft.template if draft.reasons else {"enable_thinking": False, **draft.template}
+            functions = [{"type": "function", "function": function} for function in tools.functions] if tools else []
+            prompts = [renderer.render(draft.messages, functions, told)]
+        bounds.check_tokens(draft, prompts, renderer.vocabulary)
+        return prompts
+
+    def _max_tokens(self, model: Model, draft: Draft, prompt_tokens: int) -> int:
+        """How many tokens an answer may have, within the context."""
+        if draft.dialect == "embeddings":
+            # It has none, and its input may fill the context.
+            _room(model, prompt_tokens - 1, None, bounds.prompt_field(draft))
+            return 0
+        return _room(model, prompt_tokens, draft.max_tokens, bounds.prompt_field(draft))
 
     def _model(self, name: str) -> Model:
         try:
@@ -208,20 +275,42 @@ class Admission:
                 f"The model `{name}` does not exist, or this key may not use it.", param="model"
             ) from None
 
-    def _request(self, caller: KeyRecord, draft: Draft, prompt: list[int], max_tokens: int) -> Request:
+    def _request(
+        self,
+        caller: KeyRecord,
+        draft: Draft,
+        prompts: list[list[int]],
+        tools: Tools | None,
+        max_tokens: int,
+        request_id: str,
+    ) -> Request:
+        prompt, *more = prompts
         cache_salt = hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32]
         hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
         prefix = checkpoints(hashes)
-        price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix)
+        price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix, draft.tier)
         route = self._route(self.catalog[draft.model], len(hashes), held)
-        max_tokens = _held_by(kv_tokens, len(prompt), max_tokens, draft.max_tokens)
+        embeds = draft.dialect == "embeddings"
+        input_tokens = sum(map(len, prompts))
+        if embeds:
+            _check_held(kv_tokens, input_tokens)
+        else:
+            max_tokens = _held_by(kv_tokens, input_tokens, max_tokens, draft.max_tokens, draft.width)
+        sampling = msgspec.structs.replace(draft.sampling, max_tokens=max_tokens)
+        _check_least(sampling)
         return Request(
-            id=new_id(),
+            id=request_id,
             model=draft.model,
             caller=Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id),
             gateway=self.subscriber.gateway,
             prompt_token_ids=prompt,
-            sampling=msgspec.structs.replace(draft.sampling, max_tokens=max_tokens),
+            sampling=sampling,
+            task="embed" if embeds else "generate",
+            n=draft.n,
+            more_prompts=tuple(more),
+            tools=tools,
+            reasons=draft.reasons,
+            tier=price.tier if price else "standard",
             cls=draft.cls,
             weight=caller.weight,
             stream=draft.stream,
@@ -247,7 +336,7 @@ class Admission:
         return prefer(blocks, depths(blocks), held, self._fleets[model.name].ready, block_ms=block_ms)
 
     def _known(
-        self, model: str, key_id: str, prefix: Collection[bytes] = ()
+        self, model: str, key_id: str, prefix: Collection[bytes] = (), tier: Tier = "default"
     ) -> tuple[Price | None, Lengths, int, list[list[str]]]:
         """The price, the lengths of such answers, the most KV cache that any worker has (0: nobody has said), and who
         holds the prefix.
@@ -255,10 +344,14 @@ class Admission:
         One exchange; the workers are looked at with it now and then, since their sizes hardly change.
         """
         calls: list[Call[Any]] = [prices.read(model), lengths(model, key_id), holders(model, tuple(prefix))]
+        if tier != "default":
+            calls.append(prices.read(model, tier))
         known = self._fleets.get(model)
         if look := known is None or time.monotonic() - known.looked_s > LOOK_S:
             calls.append(fleet.workers(model))
         price, learned, held, *rows = self.store.run_all(calls)
+        if tier != "default":
+            price = rows.pop(0) or price  # a tier without a price of its own costs what any does
         if look:
             ready = frozenset(row.worker for row in rows[0] if row.state == WorkerState.READY)
             self._fleets[model] = _Fleet(time.monotonic(), fleet.largest(rows[0])[0], ready)
@@ -286,15 +379,15 @@ class Admission:
         if accepted.status == "full":
             self.subscriber.close(stream)
             self._settle(request, 0)
-            raise self._full(request, accepted)
+            raise self.full(request, accepted)
         if accepted.status == "accepted" and not accepted.alive:
-            self._want(request.model)
+            self.want(request.model)
         stream.accepted = True
         waits_ms = self.subscriber.estimate_ms(request.model, accepted.place)
         stream.waits(accepted.place, waits_ms, self.subscriber.starting.get(request.model))
         return Admitted(stream, reserved, accepted.place)
 
-    def _full(self, request: Request, accepted: Accepted) -> ForebayError:
+    def full(self, request: Request, accepted: Accepted) -> ForebayError:
         """What a request is told that finds a bound of its queue reached, and when there is room for it."""
         bounds, theirs = self.subscriber.queues[request.model].bounds, accepted.whose == "tenant"
         most = bounds.tenant_waiting if theirs else bounds.waiting
@@ -304,7 +397,7 @@ class Admission:
             accepted.waiting_tokens,
             waiting_max=most,
             tokens_max=most_tokens,
-            input_tokens=len(request.prompt_token_ids),
+            input_tokens=request.input_tokens,
         )
         after_ms = self.subscriber.retry_after_ms(request.model, above)
         by_tokens = accepted.waiting < most
@@ -315,7 +408,7 @@ class Admission:
         error = TokensReached if by_tokens else LimitReached
         return error(f"{waits} for this model from your organisation, and {bound}.", retry_after_ms=after_ms)
 
-    def _want(self, model: str) -> None:
+    def want(self, model: str) -> None:
         """Ask the scaler for a worker: one wake-up, however many requests ask. It sees what waits in any case."""
         if self.subscriber.starting.get(model) is None:
             self.subscriber.starting[model] = fleet.starting([])  # the watch soon knows better
@@ -338,6 +431,14 @@ def new_id() -> str:
     return str(uuid6.uuid7())
 
 
+def _theirs(found: View, caller: KeyRecord) -> bool:
+    """Responses outlast their keys, and so are the project's: a new key goes on with what the old one began."""
+    made = found.caller
+    if found.dialect == "responses":
+        return (made.org_id, made.project_id) == (caller.org_id, caller.project_id)
+    return made.key_id == caller.key_id
+
+
 def _absent(request_id: str) -> ForebayError:
     """What an id is told that nothing is kept of for this caller. It depends on the id alone, so that nobody learns
     whether it is another's."""
@@ -356,13 +457,13 @@ def queue_bounds(model: Model) -> Bounds:
     )
 
 
-def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
+def _room(model: Model, prompt_tokens: int, asked: int | None, param: str = "messages") -> int:
     """How many tokens may be generated: what was asked for, within the context."""
     room = model.context_tokens - prompt_tokens
     if room < 1:
         raise ContextTooLong(
             f"This model's context is {model.context_tokens} tokens, and the prompt has {prompt_tokens}. Shorten it.",
-            param="messages",
+            param=param,
         )
     if asked is None:
         return min(room, model.max_output_tokens)
@@ -375,17 +476,36 @@ def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
     return min(room, asked)
 
 
-def _held_by(kv_tokens: int, prompt_tokens: int, max_tokens: int, asked: int | None) -> int:
+def _held_by(kv_tokens: int, prompt_tokens: int, max_tokens: int, asked: int | None, width: int = 1) -> int:
     """The same within the KV cache of the largest worker, where one is known: what none can hold would never start."""
-    if not kv_tokens or prompt_tokens + max_tokens <= kv_tokens:
+    if not kv_tokens or prompt_tokens + width * max_tokens <= kv_tokens:
         return max_tokens
-    if asked is None and prompt_tokens < kv_tokens:
-        return kv_tokens - prompt_tokens
+    if asked is None and prompt_tokens + width <= kv_tokens:
+        return (kv_tokens - prompt_tokens) // width
+    each = f"{max_tokens}" if width == 1 else f"{width} times {max_tokens}"
     raise ContextTooLong(
-        f"The prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: {prompt_tokens + max_tokens} together. "
-        f"The largest worker of this model can hold {kv_tokens}.",
+        f"The prompt has {prompt_tokens} tokens and max_tokens is {each}: {prompt_tokens + width * max_tokens} "
+        f"together. The largest worker of this model can hold {kv_tokens}.",
         param="messages" if prompt_tokens >= kv_tokens else "max_tokens",
     )
+
+
+def _check_held(kv_tokens: int, input_tokens: int) -> None:
+    """All inputs of one request go to one worker, which takes them only if it can hold them."""
+    if kv_tokens and input_tokens > kv_tokens:
+        raise ContextTooLong(
+            f"The inputs have {input_tokens} tokens together, and the largest worker of this model can hold "
+            f"{kv_tokens}. Send fewer in a request.",
+            param="input",
+        )
+
+
+def _check_least(sampling: Sampling) -> None:
+    if sampling.min_tokens > sampling.max_tokens:
+        raise BadRequest(
+            f"Invalid 'min_tokens': it is {sampling.min_tokens}, and at most {sampling.max_tokens} can be made.",
+            param="min_tokens",
+        )
 
 
 def _limit_reached(refused: Refused) -> LimitReached:
@@ -394,4 +514,5 @@ def _limit_reached(refused: Refused) -> LimitReached:
         message = f"This key may have {limit.concurrent_requests} requests open at once. Retry when one has ended."
         return LimitReached(message, retry_after_ms=1000)
     message = f"This key may make {limit.requests_per_minute} requests per minute."
-    return LimitReached(message, retry_after_ms=refused.retry_after_ms)
+    told = headers.requests(limit.requests_per_minute or 0, 0, refused.retry_after_ms or 0)
+    return LimitReached(message, retry_after_ms=refused.retry_after_ms, headers=told)

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from flask import Flask, Response, current_app, g, jsonify, request
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import ClientDisconnected, HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 from core import errors
 from core.accounts.keys import KeyRecord
 from core.catalog import Catalog
-from core.errors import BadRequest, BodyTooLarge, ForebayError, UpgradeNeeded, WrongMethod
+from core.errors import (
+    BadFraming,
+    BadRequest,
+    BodyTooLarge,
+    Draining,
+    ForebayError,
+    TooSlow,
+    UpgradeNeeded,
+    WrongMethod,
+)
+from core.limits import headers as limit_headers
 from core.limits.counters import Reserved
+from core.postgres import Engine
 from core.redis import Store
 from core.telemetry import logs, metrics
 from web.admission import Admission, new_id
-from web.auth import Gate
+from web.auth import Gate, credential
+from web.background import Backlog
 from web.dialects.framing import KeepAlive
+from web.history import History
+from web.stream import KEEPALIVE_S
 from web.subscriber import Subscriber
-from web.transports.http import BODY_MAX, DisconnectWatch
-from web.transports.sockets import Socket
+from web.transports.edge import CLOSE
+from web.transports.http import BODY_MAX, UPLOAD_S, DisconnectWatch, error_answer, is_anthropic, retry_headers
+from web.transports.idempotency import Once
+from web.transports.safe_socket import SEND_S
+from web.transports.sockets import KEY_SOCKETS, Sockets
 
 log = logs.get(__name__)
 
 #: Who may call an endpoint. An endpoint that is not named needs a generating key.
 PUBLIC = frozenset({"health.health", "health.ready", "static"})
 ADMIN = frozenset({"health.metrics"})
+#: Characters of a client's own name for a request that are logged.
+CLIENT_ID_CHARS = 512
+#: After these the connection is closed: where the next request begins on it is not known, or another gateway takes it.
+CLOSING = (BadFraming, BodyTooLarge, Draining, TooSlow)
+#: What is told of faults that Werkzeug finds, by status.
+FAULTS: dict[int, type[ForebayError]] = {
+    404: errors.NotFound,
+    405: WrongMethod,
+    408: TooSlow,
+    411: errors.LengthNeeded,
+    414: errors.AddressTooLong,
+    415: errors.WrongForm,
+    431: errors.HeadersTooLarge,
+}
 
 
 @dataclass
@@ -39,8 +71,23 @@ class Gateway:
     subscriber: Subscriber
     chat_keepalive: KeepAlive = "comment"
     chat_ids: bool = True
+    keepalive_s: float = KEEPALIVE_S
+    upload_s: float = UPLOAD_S
     watch: DisconnectWatch = field(default_factory=DisconnectWatch)
-    sockets: set[Socket] = field(default_factory=set)
+    stalled_s: float = SEND_S  #: how long a socket's client may take nothing of what is sent to it
+    origins: frozenset[str] = frozenset()  #: pages that may open sockets, beside our own
+    key_sockets: int = KEY_SOCKETS
+    database: Engine | None = None  #: where responses are stored; None: none are
+    history: History = field(init=False)
+    backlog: Backlog = field(init=False)
+    sockets: Sockets = field(init=False)
+    once: Once = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.admission, self.database)
+        self.backlog = Backlog(self.history)
+        self.once = Once(self.admission)
+        self.sockets = Sockets(self.store, key_sockets=self.key_sockets)
 
 
 def gateway() -> Gateway:
@@ -51,7 +98,18 @@ def gateway() -> Gateway:
 
 def create(parts: Gateway) -> Flask:
     """The application over its parts. Starts nothing."""
-    from web.routes import generation, health, models
+    from web.routes import (
+        account,
+        completions,
+        generation,
+        health,
+        messages,
+        models,
+        responses,
+        secrets,
+        socket,
+        tokens,
+    )
 
     app = Flask("forebay", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = BODY_MAX
@@ -62,54 +120,69 @@ def create(parts: Gateway) -> Flask:
     app.register_error_handler(ForebayError, _refused)
     app.register_error_handler(HTTPException, _http_fault)
     app.register_error_handler(Exception, _broken)
-    for routes in (generation, health, models):
+    for routes in (account, completions, generation, health, messages, models, responses, secrets, tokens):
         app.register_blueprint(routes.blueprint)
-    generation.add_socket(app)
+    socket.add_to(app)
     return app
 
 
 def _identify() -> None:
-    g.request_id = new_id()
+    g.request_id, g.began_s = new_id(), time.monotonic()
 
 
 def _authenticate() -> None:
+    from web.routes import socket
+
     if request.url_rule is None or request.endpoint in PUBLIC:
         return  # no such address or method: answered without a key, as nothing is behind it
-    if request.headers.get("Upgrade", "").lower() == "websocket":
-        _check_handshake()
-    caller: KeyRecord = gateway().gate.authenticate(
-        request.headers.get("Authorization", ""), admin=request.endpoint in ADMIN
-    )
+    if request.method == "OPTIONS":
+        return  # which tells no more than a 405 does
+    if request.endpoint == socket.ENDPOINT:
+        socket.check_handshake()
+        g.caller = socket.caller()
+        return
+    shown = credential(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+    caller: KeyRecord = gateway().gate.authenticate(shown, admin=request.endpoint in ADMIN)
     g.caller = caller
 
 
-def _check_handshake() -> None:
-    if request.headers.get("Sec-WebSocket-Version") != "13":
-        raise UpgradeNeeded
-    if not request.headers.get("Sec-WebSocket-Key"):
-        raise BadRequest("The WebSocket handshake has no Sec-WebSocket-Key.")
-
-
 def _headers(response: Response) -> Response:
-    response.headers.setdefault("x-request-id", g.get("request_id", ""))
+    told = response.headers
+    told.setdefault("x-request-id", g.get("request_id", ""))
+    told["openai-processing-ms"] = str(int((time.monotonic() - g.get("began_s", time.monotonic())) * 1000))
+    if is_anthropic(request.path):
+        told["request-id"] = told["x-request-id"]
     reserved: Reserved | None = g.get("reserved")
     if reserved is not None and reserved.requests_limit is not None:
-        response.headers["x-ratelimit-limit-requests"] = str(reserved.requests_limit)
-        response.headers["x-ratelimit-remaining-requests"] = str(reserved.requests_left)
-        response.headers["x-ratelimit-reset-requests"] = f"{reserved.reset_ms // 1000}s"
+        told.update(limit_headers.requests(reserved.requests_limit, reserved.requests_left or 0, reserved.reset_ms))
+    if g.get("replayed"):
+        told["idempotent-replayed"] = "true"
+    if told.get("Connection") == "close":
+        request.environ.get(CLOSE, _nothing)()
+    _log_client_id(told["x-request-id"])
     return response
+
+
+def _log_client_id(request_id: str) -> None:
+    """What the client calls this request, for who looks it up by that. Ours stays ours."""
+    if named := request.headers.get("X-Client-Request-Id"):
+        log.info("request_named", request_id=request_id, client_request_id=named[:CLIENT_ID_CHARS])
+
+
+def _nothing() -> None:
+    """A server that does not let its connections be closed."""
 
 
 def _refused(error: ForebayError) -> Response:
     metrics.requests_refused.labels(error.error_code or error.type).inc()
-    response = jsonify(error=error.envelope())
-    response.status_code = error.status
-    response.headers["x-should-retry"] = "true" if error.retry else "false"
-    if error.retry_after_ms is not None:
-        response.headers["retry-after-ms"] = str(error.retry_after_ms)
-        response.headers["retry-after"] = str(-(-error.retry_after_ms // 1000))
+    status, body = error_answer(error, request.path, g.get("request_id", ""))
+    response = jsonify(body)
+    response.status_code = status
+    response.headers.update(retry_headers(error) | error.headers)
     if isinstance(error, UpgradeNeeded):
         response.headers["Sec-WebSocket-Version"] = "13"
+    if isinstance(error, CLOSING):
+        response.headers["Connection"] = "close"
     return response
 
 
@@ -122,17 +195,13 @@ def _http_fault(fault: HTTPException) -> Response:
 
 
 def _translated(fault: HTTPException) -> ForebayError:
-    match fault:
-        case NotFound():
-            return errors.NotFound()
-        case MethodNotAllowed():
-            return WrongMethod()
-        case RequestEntityTooLarge():
-            return BodyTooLarge(f"The body is larger than {BODY_MAX // 2**20} MiB.")
-        case _ if fault.code is not None and fault.code < 500:
-            return BadRequest(fault.description)
-        case _:
-            return ForebayError()
+    if isinstance(fault, RequestEntityTooLarge):
+        return BodyTooLarge(f"The body is larger than {BODY_MAX // 2**20} MiB.")
+    if isinstance(fault, ClientDisconnected):
+        return BadFraming("The body is shorter than its Content-Length.")
+    if fault.code in FAULTS:
+        return FAULTS[fault.code]()
+    return BadRequest(fault.description) if fault.code is not None and fault.code < 500 else ForebayError()
 
 
 def _broken(error: Exception) -> Response:

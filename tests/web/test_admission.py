@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from billing import prices
+from billing.rating import Price
 from core import fleet
 from core.errors import ContextTooLong
 from core.lengths import learn
@@ -85,3 +88,27 @@ def test_what_is_known_comes_in_one_exchange(store: Store, monkeypatch: pytest.M
     assert price is None and 91 < learned.expected(1000) <= 128
     assert held == [[]]
     assert exchanges == [4, 3]
+
+
+def test_a_tier_without_a_price_of_its_own_costs_what_any_does(store: Store) -> None:
+    gate = admission(store)
+    assert gate._known("m", "k", (), "flex")[0] is None
+
+    def price(id_: int, tier: str) -> Price:
+        each = {"input_per_mtok": Decimal(1), "cached_input_per_mtok": Decimal(1), "output_per_mtok": Decimal(1)}
+        return Price(id=id_, model="m", tier=tier, currency="USD", since_ms=0, **each)
+
+    store.run(prices.project([price(1, "standard"), price(2, "flex")]))
+    told = [gate._known("m", "k", (), tier)[0] for tier in ("default", "priority", "flex")]
+    assert [(one.id, one.tier) for one in told if one] == [(1, "standard"), (1, "standard"), (2, "flex")]
+
+
+@pytest.mark.parametrize(("width", "asked", "held"), [(4, None, 100), (4, 100, 100), (2, None, 200)])
+def test_several_answers_are_held_all_at_once(width: int, asked: int | None, held: int) -> None:
+    assert _held_by(1000, 600, 500 if asked is None else asked, asked, width) == held
+
+
+def test_several_answers_that_no_worker_can_hold_are_refused() -> None:
+    with pytest.raises(ContextTooLong) as refused:
+        _held_by(1000, 600, 101, 101, 4)
+    assert "4 times 101" in str(refused.value) and refused.value.param == "max_tokens"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,16 +17,26 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from core.errors import BadRequest, ForebayError, GatewayLost, NotFound, WorkerLost
 from core.outlook import Starting
-from core.values import ANSWERED, Caller, Class, Ending, Outcome, Sampling, Usage, WorkerState
+from core.stream.frames import Logprob, Run
+from core.values import ANSWERED, Caller, Class, Ending, Outcome, Sampling, WorkerState
+from tests.web.answers import ID, Answered, answers, cut, edges, ending, run
 from web.dialects import chat, responses
-from web.dialects.chat import ChatAnswer
-from web.dialects.draft import Message
+from web.dialects.draft import Call, Draft, Message
 from web.dialects.framing import ChatFraming, KeepAlive, Numbered
 from web.dialects.view import decode, encode, view_of
 from web.transports.http import comment_line, identified_lines
 
-ID = "01939c1e-6f00-7abc-8def-0123456789ab"
-USAGE = Usage(input_tokens=7, cached_tokens=4, output_tokens=3)
+HEX = ID.replace("-", "")
+
+
+SCHEMA = {"type": "json_schema"}
+
+
+def nested(deep: int) -> Any:
+    value: Any = []
+    for _ in range(deep):
+        value = [value]
+    return value
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -37,15 +49,38 @@ def refusal(asked: object) -> BadRequest:
     return caught.value
 
 
-def ending(outcome: Outcome = Outcome.COMPLETED, **fields: Any) -> Ending:
-    return Ending(id=ID, attempt=1, outcome=outcome, usage=USAGE, **fields)
+def framed(asked: Draft, runs: Sequence[Run], last: Ending, **options: Any) -> list[Numbered]:
+    """A whole stream, with its cursors."""
+    framing = ChatFraming(ID, asked, **options)
+    chunks = [one for one in framing.began() if isinstance(one, Numbered)]
+    for piece in runs:
+        chunks += framing.text(piece)
+    return chunks + framing.ending(last)
 
 
-def streamed(answer: ChatAnswer, deltas: list[str], outcome: Outcome = Outcome.COMPLETED) -> list[dict[str, Any]]:
-    chunks = answer.opening()
-    for delta in deltas:
-        chunks += answer.text(delta)
-    return chunks + answer.ending(ending(outcome))
+def chunks_of(asked: Draft, runs: Sequence[Run], last: Ending) -> list[dict[str, Any]]:
+    return [one.chunk for one in framed(asked, runs, last)]
+
+
+def accumulated(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the SDK makes of a stream. A content that never came is an empty one there."""
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk, strict=True))
+    got = state.current_completion_snapshot.to_dict()
+    for choice in got["choices"]:  # type: ignore[attr-defined]
+        choice["message"] = {name: value for name, value in choice["message"].items() if name != "parsed" and value}
+        for call in choice["message"].get("tool_calls", []):
+            call.pop("index")
+            call["function"].pop("parsed_arguments", None)
+    return got
+
+
+def without_empties(answer: dict[str, Any]) -> dict[str, Any]:
+    ChatCompletion.model_validate(answer, strict=True)
+    for choice in answer["choices"]:
+        choice["message"] = {name: value for name, value in choice["message"].items() if value}
+    return answer
 
 
 def test_a_bare_body_asks_for_the_engines_defaults() -> None:
@@ -78,6 +113,16 @@ def test_every_knob_reaches_the_engine() -> None:
             frequency_penalty=2,
             repetition_penalty=1.1,
             ignore_eos=True,
+            min_tokens=3,
+            stop_token_ids=[5, 6],
+            logit_bias={"7": -100, "8": 2.5},
+            logprobs=True,
+            top_logprobs=20,
+            structured_outputs={"regex": "a+", "json": None},
+            n=16,
+            prompt_cache_key="k",
+            chat_template_kwargs={"date": "today"},
+            reasoning_effort="low",
             max_tokens=9,
             stream=True,
             stream_options={"include_usage": True, "include_obfuscation": None},
@@ -96,7 +141,14 @@ def test_every_knob_reaches_the_engine() -> None:
         frequency_penalty=2.0,
         repetition_penalty=1.1,
         ignore_eos=True,
+        min_tokens=3,
+        stop_token_ids=(5, 6),
+        logit_bias={7: -100.0, 8: 2.5},
+        logprobs=20,
+        grammar={"regex": "a+"},
     )
+    assert (draft.n, draft.width, draft.affinity, draft.reasons) == (16, 16, "k", True)
+    assert draft.template == {"date": "today", "reasoning_effort": "low", "enable_thinking": True}
     assert (draft.max_tokens, draft.stream, draft.include_usage) == (9, True, True)
 
 
@@ -119,6 +171,84 @@ def test_every_role_may_have_every_form_of_text(role: str, content: object, text
     assert draft.messages == (Message("system" if role == "developer" else role, text),)
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_not_text_is_refused_by_its_place(kind: str) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {}}]
+    error = refusal(body(messages=[{"role": "system", "content": ""}, {"role": "user", "content": parts}]))
+
+    assert error.param == "messages[1].content"
+    assert f"'{kind}'" in error.message and "part [1]" in error.message
+
+
+def test_what_the_model_said_and_did_before_comes_back_whole() -> None:
+    """An answer is a valid turn of the next request, keys that are null included."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    draft = chat.parse(
+        body(
+            messages=[
+                {"role": "user", "content": "hi", "name": "ann"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [call],
+                    "reasoning_content": "so",
+                    "refusal": None,
+                    "audio": None,
+                    "function_call": None,
+                    "annotations": [],
+                },
+                {"role": "assistant", "tool_calls": [call], "reasoning": "so"},
+                {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}], "name": "f"},
+            ]
+        )
+    )
+
+    calls = (Call("c1", "f", '{"a": 1}'),)
+    assert draft.messages == (
+        Message("user", "hi", name="ann"),
+        Message("assistant", "", calls=calls, reasoning="so"),
+        Message("assistant", "", calls=calls, reasoning="so"),
+        Message("tool", "2", call_id="c1", name="f"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            {"json": {"type": "object"}},
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, {"json_object": True}),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json": {"type": "object"}}),
+        ({"structured_outputs": {"json": '{"type": "object"}'}}, {"json": {"type": "object"}}),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, {"grammar": "root ::= x"}),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
+    ],
+)
+def test_the_form_of_an_answer_becomes_a_grammar(asked: dict[str, Any], grammar: dict[str, Any]) -> None:
+    assert chat.parse(body(**asked)).sampling.grammar == grammar
+
+
+def test_logprobs_are_told_only_if_asked_for() -> None:
+    """Asked for none beside the token itself is not the same as not asked (vllm#16805)."""
+    assert chat.parse(body(logprobs=True, top_logprobs=0)).sampling.logprobs == 0
+    assert chat.parse(body(logprobs=True)).sampling.logprobs == 0
+    assert chat.parse(body(logprobs=False, top_logprobs=0)).sampling.logprobs is None
+
+
+def test_no_effort_is_no_reasoning() -> None:
+    draft = chat.parse(body(reasoning_effort="none"))
+
+    assert not draft.reasons
+    assert draft.template == {"reasoning_effort": "none", "enable_thinking": False}
+
+
 def test_the_newer_name_of_the_token_limit_wins() -> None:
     assert chat.parse(body(max_tokens=5)).max_tokens == 5
     assert chat.parse(body(max_completion_tokens=6)).max_tokens == 6
@@ -126,18 +256,23 @@ def test_the_newer_name_of_the_token_limit_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "cls"),
+    ("asked", "cls", "tier"),
     [
-        ("priority", Class.INTERACTIVE),
-        ("flex", Class.BULK),
-        ("auto", Class.DEFAULT),
-        ("default", Class.DEFAULT),
-        ("scale", Class.DEFAULT),
-        (None, Class.DEFAULT),
+        ("priority", Class.INTERACTIVE, "priority"),
+        ("fast", Class.INTERACTIVE, "priority"),
+        ("flex", Class.BULK, "flex"),
+        ("auto", Class.DEFAULT, "default"),
+        ("default", Class.DEFAULT, "default"),
+        ("scale", Class.DEFAULT, "default"),
+        (None, Class.DEFAULT, "default"),
     ],
 )
-def test_the_tier_decides_the_class(tier: str | None, cls: Class) -> None:
-    assert chat.parse(body(service_tier=tier)).cls is cls
+def test_the_tier_decides_the_class_and_is_told_as_it_is(asked: str | None, cls: Class, tier: str) -> None:
+    draft = chat.parse(body(service_tier=asked))
+
+    assert (draft.cls, draft.tier) == (cls, tier)
+    assert {chunk["service_tier"] for chunk in chunks_of(draft, [run("text", "a")], ending())} == {tier}
+    assert ChatFraming(ID, draft).whole([], ending())["service_tier"] == tier
 
 
 @pytest.mark.parametrize(
@@ -162,7 +297,70 @@ def test_the_tier_decides_the_class(tier: str | None, cls: Class) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "{x}\ud800"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": {}}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
+        ),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": 1}]}, "messages[0].tool_call_id"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": "2"}, "n"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias[1]"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": 10**30}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "\0"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": nested(100)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": nested(900)}}, "chat_template_kwargs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        (
+            {"response_format": SCHEMA | {"json_schema": {"name": "a b", "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": SCHEMA | {"json_schema": {"name": "a", "schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "5"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a" * 20_000}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
+        ({"verbosity": {}}, "verbosity"),
+        ({"prediction": 5}, "prediction"),
+        ({"service_tier": "gold"}, "service_tier"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -212,17 +410,16 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str) -> N
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
-        ({"n": 0}, "n"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"best_of": 2}, "best_of"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"guided_json": {}}, "guided_json"),
         ({"guided_choice": ["a"]}, "guided_choice"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
@@ -239,7 +436,9 @@ def test_what_is_not_served_yet_is_refused_rather_than_ignored(fields: dict[str,
     [
         {"n": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False},
         {"logit_bias": {}, "top_logprobs": 0, "modalities": ["text"]},
-        {"unheard_of": {"a": [1]}, "priority": 1, "prompt_cache_key": "k", "reasoning_effort": "high"},
+        {"unheard_of": {"a": [1]}, "priority": 1, "verbosity": "low", "store": True, "user": "u"},
+        {"functions": [], "function_call": "auto", "include_stop_str_in_output": False, "skip_special_tokens": True},
+        {"prediction": {"type": "content", "content": "x"}, "safety_identifier": "s", "stream_options": {}},
     ],
 )
 def test_fields_that_ask_for_nothing_or_are_unknown_change_nothing(fields: dict[str, Any]) -> None:
@@ -273,56 +472,68 @@ def test_any_body_is_a_draft_or_a_bad_request_in_plain_unicode(fields: dict[str,
         f"{e.message}{e.param}".encode()
 
 
-@pytest.mark.parametrize("include_usage", [False, True])
-@pytest.mark.parametrize(("outcome", "reason"), [(Outcome.COMPLETED, "stop"), (Outcome.LENGTH, "length")])
-def test_the_sdks_own_accumulator_gets_what_a_whole_answer_says(
-    include_usage: bool, outcome: Outcome, reason: str
-) -> None:
-    """A stream and a whole answer are two ways to say the same thing."""
-    chunks = streamed(ChatAnswer(ID, "m", 1000, include_usage), ["Hel", "", "lo ✓"], outcome)
-    whole = ChatAnswer(ID, "m", 1000, include_usage).whole("Hello ✓", ending(outcome))
-
-    state = ChatCompletionStreamState()
-    for chunk in chunks:
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk, strict=True))
-    got, told = state.current_completion_snapshot, ChatCompletion.model_validate(whole, strict=True)
-
-    assert (
-        (got.id, got.created, got.model)
-        == (told.id, told.created, told.model)
-        == ("chatcmpl-" + ID.replace("-", ""), 1000, "m")
-    )
-    assert got.choices[0].message.content == told.choices[0].message.content == "Hello ✓"
-    assert got.choices[0].message.role == "assistant"
-    assert got.choices[0].finish_reason == told.choices[0].finish_reason == reason
-    assert told.usage is not None and told.usage.total_tokens == 10
-    assert got.usage == (told.usage if include_usage else None)
+asked = st.builds(lambda usage: chat.parse(body(stream_options={"include_usage": usage}, n=3)), st.booleans())
 
 
-@given(st.lists(st.text(max_size=4), max_size=6), st.booleans(), st.sampled_from([Outcome.COMPLETED, Outcome.LENGTH]))
-def test_a_stream_is_one_role_then_text_then_one_reason(deltas: list[str], usage: bool, outcome: Outcome) -> None:
-    """Every chunk carries id, time, model and `finish_reason`, which only the last one fills (vllm#19650)."""
-    chunks = streamed(ChatAnswer(ID, "m", 1000, usage), deltas, outcome)
+def of_width(draft: Draft, answered: Answered) -> Draft:
+    return msgspec.structs.replace(draft, n=answered.width)
+
+
+@given(asked, answers(), edges)
+def test_the_sdks_own_accumulator_gets_what_a_whole_answer_says(draft: Draft, answered: Answered, at: set[int]) -> None:
+    """A stream and a whole answer are two ways to say the same thing, however it was cut (litellm#3276)."""
+    draft = of_width(draft, answered)
+
+    got = accumulated(chunks_of(draft, cut(answered.runs, at), answered.ending))
+    told = without_empties(ChatFraming(ID, draft).whole(answered.runs, answered.ending))
+
+    assert (got.pop("object"), told.pop("object")) == ("chat.completion", "chat.completion")
+    usage = told.pop("usage")
+    assert got.pop("usage", None) == (usage if draft.include_usage else None)
+    assert usage["total_tokens"] == 10
+    assert without_nulls(got) == without_nulls(told)
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+@given(asked, answers(), edges)
+def test_a_stream_is_roles_then_pieces_then_one_reason_for_each(draft: Draft, answered: Answered, at: set[int]) -> None:
+    """Every chunk carries id, time, model and `finish_reason`, which only a choice's last one fills (vllm#19650,
+    vllm#27572), with an empty delta (vllm#35705); the usage comes once, if it was asked for (apfel#100)."""
+    draft = of_width(draft, answered)
+    chunks = chunks_of(draft, cut(answered.runs, at), answered.ending)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
 
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(choice["delta"]["content"] for choice in choices[1:-1]) == "".join(deltas)
-    assert choices[-1]["delta"] == {}
-    assert [choice["finish_reason"] is None for choice in choices] == [True] * (len(choices) - 1) + [False]
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks[: len(choices)])
+    for index, choice in enumerate(choices[: answered.width]):
+        assert (choice["index"], choice["delta"]) == (index, {"role": "assistant", "content": ""})
+    for index in range(answered.width):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert not any("role" in choice["delta"] for choice in own[1:])
+        assert [choice["finish_reason"] is None for choice in own] == [True] * (len(own) - 1) + [False]
+        assert own[-1]["delta"] == {}
+        assert all(choice["delta"] for choice in own[:-1])
+    usage = draft.include_usage
     assert all("usage" in chunk for chunk in chunks) is usage is any("usage" in chunk for chunk in chunks)
     assert sum(chunk.get("usage") is not None for chunk in chunks) == (1 if usage else 0)
     assert (chunks[-1]["choices"] == []) is usage
 
 
-def test_an_answer_without_text_still_begins_with_its_role() -> None:
-    chunks = ChatAnswer(ID, "m", 1000, False).ending(ending())
+@pytest.mark.parametrize(("outcome", "reason"), [(Outcome.COMPLETED, "stop"), (Outcome.LENGTH, "length")])
+def test_an_answer_without_text_still_begins_with_its_role(outcome: Outcome, reason: str) -> None:
+    chunks = chunks_of(chat.parse(body()), [], ending(outcome))
 
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant", "content": ""}, {}]
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
 
 
 def test_usage_names_what_was_cached() -> None:
-    assert ChatAnswer(ID, "m", 1000, True).ending(ending())[-1]["usage"] == {
+    assert chunks_of(chat.parse(body(stream_options={"include_usage": True})), [], ending())[-1]["usage"] == {
         "prompt_tokens": 7,
         "completion_tokens": 3,
         "total_tokens": 10,
@@ -331,34 +542,61 @@ def test_usage_names_what_was_cached() -> None:
     }
 
 
+def test_a_stop_string_is_not_a_part_of_the_answer() -> None:
+    """Nothing of it, nor of what a newer worker may say, is shown (vmlx-swift#109)."""
+    runs = [run("text", "Hel"), run("stop", "lo"), run("unheard-of", "x")]
+
+    assert content(framed(chat.parse(body()), runs, ending())) == "Hel"
+    assert ChatFraming(ID, chat.parse(body())).whole(runs, ending())["choices"][0]["message"]["content"] == "Hel"
+
+
+def test_a_token_is_told_once_with_what_else_it_could_have_been() -> None:
+    """Tokens without a character of their own go with the next chunk, the last at the latest (litellm#4898); minus
+    infinity is no JSON."""
+    token = Logprob("é", -0.5, (("é", -0.5), ("e", float("-inf"))))
+    runs = [Run("text", "é", (token,)), Run("stop", "!", (Logprob("!", -1.0),)), Run("text", "", (Logprob("", -2.0),))]
+    chunks = chunks_of(chat.parse(body(logprobs=True, top_logprobs=2)), runs, ending())
+
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert told[0] is None
+    assert told[1] == {
+        "content": [
+            {
+                "token": "é",
+                "logprob": -0.5,
+                "bytes": [195, 169],
+                "top_logprobs": [
+                    {"token": "é", "logprob": -0.5, "bytes": [195, 169]},
+                    {"token": "e", "logprob": -9999.0, "bytes": [101]},
+                ],
+            }
+        ],
+        "refusal": None,
+    }
+    assert [each["token"] for each in told[2]["content"]] == ["!", ""]
+
+
 @pytest.mark.parametrize("outcome", sorted(set(Outcome) - ANSWERED))
 def test_a_failure_is_an_error_object_and_never_a_finish_reason(outcome: Outcome) -> None:
     """A stream that just stops is recorded by clients as an empty success (litellm#39748)."""
-    answer = ChatAnswer(ID, "m", 1000, True)
-    chunks = answer.text("Hel") + answer.ending(ending(outcome, message="why"))
+    draft, last = chat.parse(body()), ending(outcome, message="why")
+    chunks = chunks_of(draft, [run("text", "Hel")], last)
 
     assert set(chunks[-1]) == {"error"}
     assert set(chunks[-1]["error"]) == {"message", "type", "param", "code"}
     assert chunks[-1]["error"]["message"] == "why"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
     with pytest.raises(ForebayError, match="why"):
-        answer.whole("Hel", ending(outcome, message="why"))
+        ChatFraming(ID, draft).whole([run("text", "Hel")], last)
 
 
 @pytest.mark.parametrize(("outcome", "error"), [(Outcome.WORKER_LOST, WorkerLost), (Outcome.GATEWAY_LOST, GatewayLost)])
 def test_what_was_lost_is_told_as_such(outcome: Outcome, error: type[ForebayError]) -> None:
     with pytest.raises(error):
-        ChatAnswer(ID, "m", 1000, False).whole("", ending(outcome))
+        ChatFraming(ID, chat.parse(body())).whole([], ending(outcome))
 
 
 # Streams that are gone on with
-
-
-def said(framing: ChatFraming, pieces: list[str], outcome: Outcome) -> list[Numbered]:
-    """A whole stream, with its cursors."""
-    chunks = [one for one in framing.began() if isinstance(one, Numbered)]
-    for piece in pieces:
-        chunks += framing.text(piece)
-    return chunks + framing.ending(ending(outcome))
 
 
 def content(chunks: list[Numbered]) -> str:
@@ -366,33 +604,52 @@ def content(chunks: list[Numbered]) -> str:
     return "".join(delta.get("content", "") for delta in deltas)
 
 
-def cut(text: str, edges: set[int]) -> list[str]:
-    return [text[a:b] for a, b in pairwise(sorted({0, len(text)} | {edge for edge in edges if edge < len(text)}))]
+def put_together(chunks: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+    """What a stream comes to: the SDK's own accumulator takes a second for a few hundred chunks."""
+    whole: dict[Any, Any] = {}
+    for chunk in chunks:
+        for name in ("usage", "error"):
+            if chunk.get(name):
+                whole[name] = chunk[name]
+        for choice in chunk.get("choices", []):
+            own = whole.setdefault(choice["index"], {"finish_reason": [], "logprobs": []})
+            own["finish_reason"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            own["logprobs"] += choice["logprobs"]["content"] if choice["logprobs"] else []
+            append(own, choice["delta"])
+    return whole
 
 
-splits = st.sets(st.integers(1, 23))
+def append(own: dict[Any, Any], delta: dict[str, Any]) -> None:
+    for name, value in delta.items():
+        if isinstance(value, str):
+            own[name] = own.get(name, "") + value
+        elif isinstance(value, list):
+            for each in value:
+                append(own.setdefault((name, each["index"]), {}), each)
+        elif isinstance(value, dict):
+            append(own.setdefault(name, {}), value)
 
 
-@given(st.text(min_size=1, max_size=24), splits, splits, st.data(), st.booleans(), st.sampled_from(Outcome))
+@given(answers(), edges, edges, st.data(), st.booleans(), st.sampled_from(Outcome))
 def test_what_a_client_that_comes_back_is_told_is_what_it_missed(
-    text: str, here: set[int], there: set[int], data: st.DataObject, usage: bool, outcome: Outcome
+    answered: Answered, here: set[int], there: set[int], data: st.DataObject, usage: bool, outcome: Outcome
 ) -> None:
-    """After any event, however either gateway cut the text: both parts make one stream."""
-    shown = chat.parse(body(stream_options={"include_usage": usage}))
-    first = said(ChatFraming(ID, shown), cut(text, here), outcome)
-    had = data.draw(st.integers(1, len(first)))
+    """After any event that has a number, however either gateway cut the answer: both parts make one stream."""
+    draft = of_width(chat.parse(body(stream_options={"include_usage": usage}, n=3)), answered)
+    shown = decode(encode(view_of(draft, Caller(org_id="o", project_id="p", key_id="k"))))
+    last = ending(outcome)
+    first = framed(draft, cut(answered.runs, here), last)
+    had = data.draw(st.sampled_from([n for n, one in enumerate(first, 1) if one.cursor is not None]))
     after = first[had - 1].cursor
-    assert after is not None
 
-    again = said(ChatFraming(ID, shown, after=after), cut(text, there), outcome)
+    again = framed(shown, cut(answered.runs, there), last, after=after)  # type: ignore[arg-type]
 
-    cursors = [one.cursor for one in first]
-    assert all(a < b for a, b in pairwise(cursors))  # type: ignore[operator]
-    assert content(first[:had]) + content(again) == text
-    assert all(one.cursor is not None and one.cursor > after for one in again)
+    cursors = [one.cursor for one in first if one.cursor is not None]
+    assert all(a < b for a, b in pairwise(cursors))
+    assert all(one.cursor is None or one.cursor > after for one in again)  # type: ignore[operator]
     assert not any(delta_of(one).get("role") for one in again), "SDKs append it wherever it comes again"
-    ends = [one for one in first[had:] if not delta_of(one).get("content")]
-    assert [one for one in again if not delta_of(one).get("content")] == ends
+    both = [one.chunk for one in first[:had] + again]
+    assert put_together(both) == put_together([one.chunk for one in first])
 
 
 def delta_of(one: Numbered) -> dict[str, Any]:
@@ -403,10 +660,10 @@ def delta_of(one: Numbered) -> dict[str, Any]:
 
 def test_a_gateways_own_failure_has_no_number() -> None:
     """The stream may be whole elsewhere, so a client comes back for what follows the text it has."""
-    framing = ChatFraming(ID, chat.parse(body()))
+    draft = chat.parse(body())
 
-    assert [one.cursor for one in said(framing, ["Hel"], Outcome.COMPLETED)] == [0, 3, 4]
-    assert [one.cursor for one in framing.failure(GatewayLost())] == [None]
+    assert [one.cursor for one in framed(draft, [run("text", "Hel")], ending())] == [0, 3, 4]
+    assert [one.cursor for one in ChatFraming(ID, draft).failure(GatewayLost())] == [None]
 
 
 def test_waiting_is_said_as_the_operator_chose() -> None:
@@ -434,8 +691,7 @@ def test_waiting_is_said_as_the_operator_chose() -> None:
 
 def test_the_sdk_reads_ids_and_comments() -> None:
     """It takes every empty line after the first id as an event, so that a comment must not end with one."""
-    framing = ChatFraming(ID, chat.parse(body()))
-    numbered = said(framing, ["Hi"], Outcome.COMPLETED)[:2]
+    numbered = framed(chat.parse(body()), [run("text", "Hi")], ending())[:2]
     lines = [identified_lines(one.chunk, ID.encode(), one.cursor or 0) for one in numbered]
     raw = lines[0] + comment_line("queued place=3") + comment_line("keep-alive") + lines[1] + comment_line("keep-alive")
 
@@ -482,7 +738,14 @@ def test_a_view_is_read_as_it_was_written() -> None:
         assert (shown.model, shown.stream, shown.include_usage) == (draft.model, draft.stream, draft.include_usage)
 
 
-ASKED = {"model": "m", "input": "a secret", "instructions": "another secret", "metadata": {"a": "b"}, "stream": True}
+ASKED = {
+    "model": "m",
+    "input": "a secret",
+    "instructions": "another secret",
+    "metadata": {"a": "b"},
+    "stream": True,
+    "store": False,
+}
 
 
 def test_no_prompt_is_put_down() -> None:

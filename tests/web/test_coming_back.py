@@ -54,13 +54,14 @@ def until(ready: Callable[[], Any], what: str) -> Any:
 
 
 class Door:
-    """A gate that knows two keys of one organisation."""
+    """A gate that knows two keys of one organisation, each of a project of its own."""
 
     def authenticate(self, authorization: str, *, admin: bool = False) -> KeyRecord:
         key_id = authorization.removeprefix("Bearer ")
         if key_id not in ("mine", "other"):
             raise Unauthenticated
-        return KeyRecord(key_id=key_id, org_id="o", project_id="p", secret_hmac=b"")
+        project_id = "p" if key_id == "mine" else "q"
+        return KeyRecord(key_id=key_id, org_id="o", project_id=project_id, secret_hmac=b"")
 
 
 def gateway(name: str, store: Store, redis_url: str, models: catalog.Catalog) -> Gateway:
@@ -75,6 +76,7 @@ class Worker:
     def __init__(self, store: Store) -> None:
         self.store, self.queue = store, Queue(MODEL)
         self.texts: dict[str, str] = {}
+        self.deltas: dict[str, list[Delta]] = {}
 
     def claim(self) -> Claim:
         claims = self.store.run(self.queue.claim("w", 8, lease_ms=10**9, nonce=uuid.uuid4().hex)).claims
@@ -86,10 +88,11 @@ class Worker:
         assert raw is not None
         return msgspec.msgpack.decode(raw, type=Request)
 
-    def say(self, claim: Claim, text: str, gateway: str = "g1") -> None:
+    def say(self, claim: Claim, text: str, gateway: str = "g1", kind: str = "text") -> None:
         """One step: into the log, then to its gateway."""
         before = self.texts.get(claim.id, "")
-        delta = Delta(claim.id, claim.attempt, len(before), tuple(map(ord, text)), text, len(before))
+        delta = Delta(claim.id, claim.attempt, len(before), tuple(map(ord, text)), text, len(before), kind)
+        self.deltas.setdefault(claim.id, []).append(delta)
         self.texts[claim.id] = before + text
         frame = encode(Frame(worker="w", deltas=(delta,)))
         self.store.run(log_step(MODEL, "w", [frame]))
@@ -97,8 +100,8 @@ class Worker:
 
     def finish(self, claim: Claim, outcome: Outcome = Outcome.COMPLETED) -> None:
         text = self.texts.get(claim.id, "")
-        delta = Delta(claim.id, claim.attempt, 0, tuple(map(ord, text)), text, 0)
-        self.store.run_all(save(MODEL, delta, ended=True))
+        nothing = Delta(claim.id, claim.attempt, 0, (), "", 0)
+        self.store.run_all(save(MODEL, *self.deltas.get(claim.id, [nothing]), ended=True))
         usage = Usage(input_tokens=3, output_tokens=len(text))
         assert self.store.run(self.queue.finish("w", claim, outcome, usage))
 
@@ -220,6 +223,36 @@ def test_another_gateway_goes_on_where_the_first_one_died(place: Place) -> None:
     assert state._completed_response is not None and state._completed_response.output_text == "Hello ✓"
 
 
+def test_thoughts_and_calls_go_on_at_another_gateway(place: Place) -> None:
+    """In the middle of an argument: no item, id or name comes twice, and the SDK sees one stream."""
+    pieces = [("reasoning", "hm"), ("text", "Look."), ("call:0", "f"), ("arguments:0", '{"a"'), ("arguments:0", ":1}")]
+    first = Reader(place.ask("/v1/responses", ASKED))
+    claim = place.worker.claim()
+    for kind, text in pieces[:4]:
+        place.worker.say(claim, text, kind=kind)
+    had = first.until(103 + 6 * 3 + 12)
+
+    after = had[-1]["sequence_number"]
+    again = Reader(place.get(f"{resp(claim.id)}?stream=true&starting_after={after}"))
+    for kind, text in (*pieces[4:], ("call:1", "g"), ("text", "Done")):
+        place.worker.say(claim, text, "g2", kind)
+    place.worker.finish(claim)
+    got = list(again)
+    whole = list(Reader(place.get(f"{resp(claim.id)}?stream=true", number=1)))
+
+    assert had[-1]["delta"] == '{"a"' and got[0]["delta"] == ":1}"
+    state = ResponseStreamState(text_format=omit, input_tools=omit)
+    for event in had + got:
+        state.handle_event(STREAM_EVENT.validate_python(event, strict=True))
+    shown = got[-1]["response"]["output"]
+    assert [item["type"] for item in shown] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert shown[2]["arguments"] == '{"a":1}'
+    assert place.get(resp(claim.id)).get_json()["output"] == whole[-1]["response"]["output"] == shown
+    assert [e for e in got if "delta" not in e] == [
+        e for e in whole if e["sequence_number"] > after and "delta" not in e
+    ]
+
+
 def test_the_reader_that_a_stream_was_taken_from_is_told(place: Place) -> None:
     """It goes on at another connection, and its first reader's leaving does not end it."""
     first = Reader(place.ask("/v1/responses", ASKED))
@@ -257,7 +290,7 @@ def test_an_ended_stream_is_shown_again_and_again(place: Place) -> None:
 
 
 def test_nobody_else_may_see_it(place: Place) -> None:
-    """Another key of the same organisation is told what it would be told of an id that never was."""
+    """A key of another project is told what it would be told of an id that never was."""
     with open_stream(place, "/v1/responses", ASKED) as claim:
         never = str(uuid.UUID(int=uuid.UUID(claim.id).int ^ 1))
         answers = [
@@ -278,8 +311,8 @@ def test_nobody_else_may_see_it(place: Place) -> None:
 def test_an_expired_stream_says_so(place: Place, valkey: redis.Redis) -> None:
     old = str(uuid.UUID(int=(int((time.time() - 16 * 60) * 1000) << 80) | (uuid.UUID(int_id()).int & (2**80 - 1))))
 
+    assert error_of(place.get(resp(old))) == (404, "not_found"), "if it is not stored, it is as if it had never been"
     for answer in (
-        place.get(resp(old)),
         place.get(resp(old) + "?stream=true"),
         place.ask("/v1/chat/completions", CHAT, headers={"Last-Event-ID": f"{old}:4"}),
     ):

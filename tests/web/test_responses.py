@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,21 +19,23 @@ from pydantic import TypeAdapter
 
 from core.errors import BadRequest, Draining, ForebayError, LimitReached, WorkerLost
 from core.outlook import Starting
-from core.values import Class, Ending, Outcome, Usage, WorkerState
+from core.stream.frames import Run
+from core.values import Caller, Class, Ending, Outcome, Tools, Usage, WorkerState
 from web.dialects import responses
-from web.dialects.draft import Message
-from web.dialects.framing import ResponsesFraming
-from web.dialects.responses import (
+from web.dialects.commands import (
     Cancel,
     Create,
     Refused,
-    ResponsesAnswer,
     Resume,
     Steer,
     error_frame,
     parse_event,
     steer_failed,
 )
+from web.dialects.draft import Message
+from web.dialects.events import ResponsesAnswer
+from web.dialects.framing import ResponsesFraming
+from web.dialects.view import decode, encode, view_of
 
 ID = "01939c1e-6f00-7abc-8def-0123456789ab"
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -68,6 +72,11 @@ CODEX = {
 }
 
 
+F: dict[str, Any] = {"type": "function", "name": "f", "description": "d"}
+G: dict[str, Any] = {"type": "function", "name": "g", "parameters": {"a": 1}}
+ALLOWED: dict[str, Any] = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+
+
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "m", "input": "hi", **fields}
 
@@ -95,6 +104,10 @@ def streamed(answer: ResponsesAnswer, deltas: list[str], end: Ending) -> list[di
     return events + answer.ending(end)
 
 
+def whole(answer: ResponsesAnswer, text: str, end: Ending) -> dict[str, Any]:
+    return answer.whole([Run("text", text)] if text else [], end)
+
+
 def types(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
@@ -115,7 +128,7 @@ def test_instructions_come_first_and_developers_are_the_system() -> None:
 
 def test_a_conversation_may_be_sent_back_as_it_was_received() -> None:
     """Easy messages without id and status, our own output items, and reasoning, in one list (litellm#40378)."""
-    output = answering().whole("Hello", ending(1))["output"]
+    output = whole(answering(), "Hello", ending(1))["output"]
 
     draft = responses.parse(
         body(
@@ -129,6 +142,7 @@ def test_a_conversation_may_be_sent_back_as_it_was_received() -> None:
     )
 
     assert draft.messages == (Message("user", "hi"), Message("assistant", "Hello"), Message("user", "\nagain"))
+    assert [item["id"] for item in draft.items[1:3]] == ["rs_1", output[0]["id"]]
 
 
 def test_null_is_unset_for_every_optional_field() -> None:
@@ -153,25 +167,43 @@ def test_the_tier_decides_the_class_and_is_echoed_as_it_was_used() -> None:
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "boss", "content": "hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "hi"}, {"type": "function_call_output"}]}, "input[1]"),
+        ({"input": [{"role": "user", "content": "hi"}, {"type": "function_call_output"}]}, "input[1].call_id"),
         ({"input": [{"type": {"a": 1}}]}, "input[0]"),
         ({"instructions": 5}, "instructions"),
         ({"instructions": "\ud800"}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": "5"}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
         ({"conversation": "c"}, "conversation"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"text": "x"}, "text"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "name": "g"}, "tools": [{"type": "function", "name": "f"}]},
+            "tool_choice",
+        ),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}}, "tool_choice"),
         ({"tools": {}}, "tools"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+        ({"store": "yes"}, "store"),
+        ({"previous_response_id": 5}, "previous_response_id"),
         ({"reasoning": {"effort": 1}}, "reasoning.effort"),
         ({"truncation": "maybe"}, "truncation"),
     ],
@@ -183,19 +215,185 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str) -> N
     assert param in error.message and "_Item" not in error.message
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "allowed_tools", "mode": "auto", "tools": []}])
-def test_tools_that_need_not_be_used_are_left_out_and_the_answer_says_so(choice: object) -> None:
-    draft = responses.parse(body(tools=[{"type": "function", "name": "f"}], tool_choice=choice))
+@pytest.mark.parametrize(
+    ("choice", "means", "names", "echo"),
+    [
+        (None, "auto", ["f", "g"], "auto"),
+        ("none", "none", ["f", "g"], "none"),
+        ("required", "required", ["f", "g"], "required"),
+        ({"type": "function", "name": "g"}, "=g", ["f", "g"], {"type": "function", "name": "g"}),
+        ({**ALLOWED, "tools": [*ALLOWED["tools"], {"type": "mcp"}]}, "required", ["g"], ALLOWED),
+    ],
+)
+def test_the_model_is_given_functions_and_told_how_to_choose(
+    choice: object, means: str, names: list[str], echo: object
+) -> None:
+    draft = responses.parse(body(tools=[F, {"type": "web_search"}, G], tool_choice=choice, parallel_tool_calls=False))
 
-    assert draft.echo["tools"] == []
+    assert draft.tools is not None
+    assert (draft.tools.choice, draft.tools.parallel) == (means, False)
+    assert [function["name"] for function in draft.tools.functions] == names
+    assert draft.echo["tool_choice"] == echo
 
 
-def test_a_previous_response_is_not_found_while_none_is_kept() -> None:
-    """The code that clients know as "send the whole conversation again"."""
-    error = refusal(body(previous_response_id="resp_abc"))
+def test_functions_are_echoed_with_every_key_and_tools_of_others_are_left_out() -> None:
+    draft = responses.parse(body(tools=[F, {"type": "namespace", "name": "x"}, G]))
 
-    assert (error.error_code, error.param) == ("previous_response_not_found", "previous_response_id")
-    assert error.message == "Previous response with id 'resp_abc' not found."
+    assert draft.echo["tools"] == [
+        {"type": "function", "name": "f", "description": "d", "parameters": None, "strict": None},
+        {"type": "function", "name": "g", "description": None, "parameters": {"a": 1}, "strict": None},
+    ]
+    assert draft.tools == Tools(functions=({"name": "f", "description": "d"}, {"name": "g", "parameters": {"a": 1}}))
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "allowed_tools", "tools": [{"type": "web_search"}]}])
+def test_no_function_is_no_tools(choice: object) -> None:
+    assert responses.parse(body(tools=[{"type": "web_search"}], tool_choice=choice)).tools is None
+
+
+def test_an_answer_shows_the_tools_that_the_model_was_given() -> None:
+    """Of a model that cannot call, admission leaves out the tools that it need not use."""
+    draft = responses.parse(body(tools=[F]))
+    without = msgspec.structs.replace(draft, tools=None)
+
+    assert ResponsesAnswer(ID, draft, 1000).created()[0]["response"]["tools"] == draft.echo["tools"] != []
+    assert ResponsesAnswer(ID, without, 1000).created()[0]["response"]["tools"] == []
+
+
+def test_an_answer_says_whether_it_is_stored_as_it_was_decided() -> None:
+    draft = responses.parse(body())
+    not_kept = msgspec.structs.replace(draft, store=False)
+
+    assert draft.store, "as at OpenAI"
+    assert ResponsesAnswer(ID, draft, 1000).created()[0]["response"]["store"] is True
+    assert ResponsesAnswer(ID, not_kept, 1000).created()[0]["response"]["store"] is False
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("format_", "grammar", "echo"),
+    [
+        (None, {}, {"type": "text"}),
+        ({"type": "text"}, {}, {"type": "text"}),
+        ({"type": "json_object"}, {"json_object": True}, {"type": "json_object"}),
+        (
+            {"type": "json_schema", "name": "n", "schema": SCHEMA},
+            {"json": SCHEMA},
+            {"type": "json_schema", "name": "n", "description": None, "schema": SCHEMA, "strict": False},
+        ),
+    ],
+)
+def test_a_format_is_a_grammar(format_: object, grammar: object, echo: object) -> None:
+    draft = responses.parse(body(text={"format": format_, "verbosity": "low"}))
+
+    assert draft.sampling.grammar == grammar
+    assert draft.echo["text"] == {"format": echo}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({}, None),
+        ({"top_logprobs": 0}, None),
+        ({"include": ["reasoning.encrypted_content"]}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"top_logprobs": 3}, 3),
+        ({"top_logprobs": 3, "include": ["message.output_text.logprobs"]}, 3),
+    ],
+)
+def test_log_probabilities_are_asked_for_in_two_ways(fields: dict[str, Any], asked: int | None) -> None:
+    assert responses.parse(body(**fields)).sampling.logprobs == asked
+
+
+def test_effort_none_is_no_thinking() -> None:
+    for effort, reasons in ((None, True), ("low", True), ("none", False)):
+        draft = responses.parse(body(reasoning={"effort": effort}))
+        assert draft.reasons is reasons
+        assert draft.echo["reasoning"] == {"effort": effort, "summary": None}
+    assert draft.template == {"reasoning_effort": "none", "enable_thinking": False}
+
+
+def test_what_decides_where_and_how_it_runs_is_in_the_draft() -> None:
+    fields = {"prompt_cache_key": "k", "max_output_tokens": 9, "truncation": "auto"}
+    draft = responses.parse(body(background=True, previous_response_id="resp_1", **fields))
+
+    assert (draft.affinity, draft.background, draft.previous, draft.max_tokens) == ("k", True, "resp_1", 9)
+    assert draft.echo["truncation"] == "auto" and draft.echo["previous_response_id"] == "resp_1"
+
+
+def test_what_goes_on_may_add_nothing() -> None:
+    assert responses.parse({"model": "m", "previous_response_id": "resp_1"}).messages == ()
+
+
+def test_the_sdk_reads_what_an_answer_repeats() -> None:
+    """As its own types say, which are stricter than it is."""
+    format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    asked = body(
+        tools=[F, G], text={"format": format_}, reasoning={"effort": "high"}, metadata={"a": "b"}, top_logprobs=2
+    )
+
+    for choice in ("auto", "none", "required", {"type": "function", "name": "f"}, ALLOWED):
+        draft = responses.parse({**asked, "tool_choice": choice})
+        shown = Response.model_validate(whole(ResponsesAnswer(ID, draft, 1000), "Hi", ending(1)), strict=True)
+        assert [tool.to_dict()["name"] for tool in shown.tools] == ["f", "g"]
+        assert shown.text is not None and shown.text.format is not None
+        assert shown.text.format.to_dict()["schema"] == SCHEMA
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_no_part_of_a_prompt_is_put_down_that_is_not_to_be_stored(store: bool) -> None:
+    format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    draft = responses.parse(body(instructions="secret", tools=[F], text={"format": format_}, store=store))
+    view = decode(encode(view_of(draft, Caller(org_id="o", project_id="p", key_id="k"))))
+
+    shown = ResponsesAnswer(ID, view, 1000).created()[0]["response"]
+    assert set(shown) == RESOURCE_KEYS and shown["store"] is store
+    assert (view.items is not None) is store
+    if store:
+        assert shown == ResponsesAnswer(ID, draft, 1000).created()[0]["response"]
+    else:
+        assert (shown["instructions"], shown["tools"], shown["text"]["format"]["schema"]) == (None, [], {})
+
+
+names = st.sampled_from(sorted(set(responses._ResponsesBody.model_fields) | set(responses._UNSERVED)))
+words = st.sampled_from(
+    ["message", "function_call", "function", "user", "assistant", "auto", "required", "json_schema", "input_text"]
+)
+keys = st.sampled_from(["type", "role", "content", "name", "call_id", "output", "arguments", "id", "format", "tools"])
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | words
+values = st.recursive(
+    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys | st.text(max_size=3), v, max_size=4), max_leaves=9
+)
+
+
+@given(st.dictionaries(names, values, max_size=6), st.booleans())
+def test_any_body_is_a_draft_or_a_bad_request(fields: dict[str, Any], plausible: bool) -> None:
+    error = None
+    try:
+        draft = responses.parse(body(**fields) if plausible else fields)
+    except BadRequest as e:
+        error = e
+
+    if error is None:
+        assert draft.messages or draft.previous or draft.refers
+    else:
+        assert error.status == 400 and "<" not in (error.param or "")
+        error.message.encode()
+
+
+@given(values)
+def test_any_json_is_a_draft_or_a_bad_request(value: object) -> None:
+    with contextlib.suppress(BadRequest):
+        responses.parse(value)
+
+
+@given(names, values)
+def test_any_frame_is_a_command(name: str, value: object) -> None:
+    frame = json.dumps({"type": "response.create", **body(), name: value})
+
+    assert isinstance(parse_event(frame), Create | Refused)
 
 
 # Events
@@ -233,7 +431,7 @@ def test_the_sdk_follows_a_stream_to_its_end(outcome: Outcome, status: str, last
 
 def test_every_response_object_has_every_key_of_the_specification() -> None:
     events = streamed(answering(), ["Hi"], ending(1)) + answering().failure(WorkerLost())
-    shown = [event["response"] for event in events if "response" in event] + [answering().whole("Hi", ending(1))]
+    shown = [event["response"] for event in events if "response" in event] + [whole(answering(), "Hi", ending(1))]
 
     assert all(set(response) == RESOURCE_KEYS for response in shown)
     assert len(RESOURCE_KEYS) == 31
@@ -324,7 +522,7 @@ def test_a_client_that_leaves_out_by_number_what_it_has_gets_the_rest(
     seen = min(seen, len(text))
     framing = ResponsesFraming(ID, responses.parse(body()), delivered=seen)
 
-    again = [event for piece in cut(text, there) for event in framing.text(piece)]
+    again = [event for piece in cut(text, there) for event in framing.text(Run("text", piece))]
 
     assert text[:seen] + text_of([event for event in again if event["sequence_number"] > 103 + seen]) == text
     assert text_of(again) == text
@@ -370,8 +568,9 @@ def test_nothing_is_said_twice() -> None:
     answer = answering()
 
     assert types(answer.in_progress()) == ["in_progress"]
-    assert types(answer.opening()) == ["output_item.added", "content_part.added"]
-    assert answer.in_progress() == answer.opening() == answer.queued(1, None) == []
+    assert types(answer.text("a")) == ["output_item.added", "content_part.added", "output_text.delta"]
+    assert types(answer.text("b")) == ["output_text.delta"]
+    assert answer.in_progress() == answer.queued(1, None) == answer.text("") == []
 
 
 def test_an_empty_answer_still_has_its_item() -> None:
@@ -428,18 +627,13 @@ def test_a_warm_up_completes_without_output() -> None:
 def test_a_response_that_is_asked_for_later_is_what_its_stream_ended_with(outcome: Outcome) -> None:
     """An error too: what was delivered, and then why there is no more."""
     last = streamed(answering(), ["Hel", "lo"], ending(2, outcome))[-1]["response"]
-    answer = answering()
-    answer.text("Hello")
 
-    assert answer.so_far(False, ending(2, outcome)) == last
+    assert answering().so_far([Run("text", "Hello")], False, ending(2, outcome)) == last
 
 
 def test_a_response_that_has_not_ended_is_shown_as_far_as_it_is() -> None:
-    waits, runs = answering(), answering()
-    runs.text("Hel")
-
-    assert waits.so_far(True, None)["status"] == "queued"
-    shown = runs.so_far(False, None)
+    assert answering().so_far([], True, None)["status"] == "queued"
+    shown = answering().so_far([Run("text", "Hel")], False, None)
     assert (shown["status"], Response.model_validate(shown, strict=True).output_text) == ("in_progress", "Hel")
 
 
@@ -456,9 +650,10 @@ def test_anything_else_is_no_cursor(given: object) -> None:
 
 
 def test_a_cursor_beyond_the_end_is_refused() -> None:
-    for good in ((0, 0, False), (102, 0, False), (107, 4, False), (111, 4, True)):
+    four, none = [Run("text", "four")], list[Run]()
+    for good in ((0, none, False), (102, none, False), (107, four, False), (111, four, True), (107, none, True)):
         responses.check_cursor(*good)
-    for bad in ((103 + 5, 4, False), (103 + 9, 4, True), (103 + 1, 0, False)):
+    for bad in ((103 + 5, four, False), (103 + 9, four, True), (103 + 1, none, False)):
         with pytest.raises(BadRequest):
             responses.check_cursor(*bad)
 
@@ -473,12 +668,12 @@ def test_no_text_is_an_id_but_one_of_ours(text: str) -> None:
 def test_a_whole_answer_is_what_the_stream_ends_with() -> None:
     for outcome in (Outcome.COMPLETED, Outcome.LENGTH):
         last = streamed(answering(), ["Hello"], ending(1, outcome))[-1]["response"]
-        assert answering().whole("Hello", ending(1, outcome)) == last
+        assert whole(answering(), "Hello", ending(1, outcome)) == last
 
 
 def test_a_whole_answer_that_failed_is_an_error() -> None:
     with pytest.raises(WorkerLost, match="gone"):
-        answering().whole("Hel", ending(1, Outcome.WORKER_LOST, message="gone"))
+        whole(answering(), "Hel", ending(1, Outcome.WORKER_LOST, message="gone"))
 
 
 def test_a_cut_answer_says_why_and_what_it_used() -> None:
@@ -504,12 +699,15 @@ def test_a_create_carries_its_draft_without_what_belongs_to_the_socket() -> None
     assert event == Create(draft=responses.parse(CODEX), stream_id="a", generate=False)
 
 
-@pytest.mark.parametrize("stream", [{}, {"stream": None}, {"stream": False}, {"stream": "x"}])
-def test_a_socket_streams_whatever_the_body_says(stream: dict[str, Any]) -> None:
-    event = parse_event(json.dumps({"type": "response.create", **body(**stream)}))
+@pytest.mark.parametrize(
+    "said", [{}, {"stream": None}, {"stream": False}, {"stream": "x"}, {"background": True, "store": False}]
+)
+def test_a_socket_streams_whatever_the_body_says(said: dict[str, Any]) -> None:
+    event = parse_event(json.dumps({"type": "response.create", **body(**said)}))
 
     assert isinstance(event, Create)
     assert event.draft.stream and event.generate and event.stream_id is None
+    assert not event.draft.background
 
 
 def test_a_cancel_names_its_response() -> None:
@@ -573,12 +771,13 @@ def test_any_text_is_a_command(text: str) -> None:
 
 
 def test_an_error_frame_is_the_one_that_the_guide_shows() -> None:
-    refused = parse_event(
-        json.dumps({"type": "response.create", "stream_id": "main", **body(previous_response_id="resp_abc")})
+    refused = BadRequest(
+        "Previous response with id 'resp_abc' not found.",
+        param="previous_response_id",
+        code="previous_response_not_found",
     )
 
-    assert isinstance(refused, Refused)
-    frame = error_frame(refused.error, refused.stream_id)
+    frame = error_frame(refused, "main")
     assert frame == {
         "type": "error",
         "status": 400,

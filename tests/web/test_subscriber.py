@@ -1148,6 +1148,42 @@ def test_a_request_the_store_forgot_is_put_back_and_resumes_where_it_was(gateway
     assert isinstance(events[-1], Ended)
 
 
+def test_what_is_put_back_says_what_its_characters_are(gateway: Gateway) -> None:
+    """The next worker's reader holds its own against it."""
+    stream = gateway.open(request(temperature=1.0))
+    gateway.claim()
+    gateway.receive(
+        Delta("r", 1, 0, (1, 2), "hm", 0, "reasoning"),
+        Delta("r", 1, 2, (3,), "f", 2, "call:0"),
+        Delta("r", 1, 3, (), "{", 3, "arguments:0"),
+        Delta("r", 1, 3, (4,), "}", 4, "arguments:0"),
+    )
+    gateway.forget()
+    with capture_logs():
+        gateway.subscriber.watch()
+
+    kept = gateway.output()
+    assert [(run.kind, run.text) for run in kept.runs] == [("reasoning", "hm"), ("call:0", "f"), ("arguments:0", "{}")]
+    assert kept.runs == stream.runs and list(kept.tokens) == [1, 2, 3, 4]
+
+
+def test_vectors_are_all_there_before_their_request_ends() -> None:
+    """They have no tokens that could be counted, and a publish may be lost."""
+    asked = msgspec.structs.replace(request(stream=False), task="embed", more_prompts=([3], [4]))
+    deltas = [
+        Delta("r", 1, 0, (), text, 4 * at, f"{k}/embedding")
+        for at, (k, text) in enumerate([(1, "AAAA"), (0, "BBBB"), (2, "CCCC")])
+    ]
+    one = opened(asked)
+    one.take(deltas[0])
+    with capture_logs():
+        one.end(ending(1, 0))
+    assert one.ending is None
+
+    assert one.fill(output_of(deltas))
+    assert isinstance(taken(one)[-1], Ended) and [run.text for run in one.runs] == ["AAAA", "BBBB", "CCCC"]
+
+
 def test_a_forgotten_request_that_finds_the_queue_full_is_put_back_once(gateway: Gateway) -> None:
     gateway.open(request())
     gateway.receive(*attempt([1, 2], []))

@@ -1,36 +1,52 @@
 """OpenAI's chat completions: a body becomes a draft, an answer becomes chunks or one object.
 
-A chunk's cursor counts the characters of the answer, which every gateway knows of any piece of it: the role has 0, text
-up to character c has c, and of n characters the chunk with the reason, or the error, has n + 1, the usage n + 2. As an
-event's `id:` it follows the request's id and a colon.
+A chunk's cursor counts the characters of the answer, of whatever kind, which every gateway knows of any piece of it:
+the roles have 0, what ends with character c has c, and of n characters the chunk with the reason, or the error, has
+n + 1, the usage n + 2. As an event's `id:` it follows the request's id and a colon.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from core.errors import BadRequest, ForebayError, NotFound
-from core.values import ANSWERED, Ending, Outcome, Usage
-from web.dialects.draft import UNSERVED, Body, Content, Count, Draft, Message, Text, error_of, validated
+from core.errors import BadRequest, NotFound
+from core.stream.frames import Kind, Logprob, Run, kind_of
+from core.values import Tools
+from web.dialects.choices import Answer, Choice, Chunk, ended_as, text_of, told, usage_object
+from web.dialects.draft import (
+    ANSWERS_MAX,
+    LOGPROBS_MAX,
+    NAME_CHARS_MAX,
+    UNSERVED,
+    Body,
+    Call,
+    Content,
+    Count,
+    Draft,
+    Message,
+    ResponseFormat,
+    Text,
+    not_served,
+    validated,
+)
+from web.dialects.tools import TOOLS_MAX, Function, FunctionName, call_id, tools_of
+from web.dialects.view import View
 
-Chunk = dict[str, Any]
+__all__ = ["ChatAnswer", "Chunk", "check_cursor", "last_event", "parse", "usage_object"]
 
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     **UNSERVED,
-    "n": (1,),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "audio": (),
+    "moderation": (),
     "web_search_options": (),
     "echo": (False,),
 }
@@ -40,12 +56,30 @@ _EVENT_ID = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}
 #: No cursor is longer: digits.
 _CURSOR_DIGITS_MAX = 10
 
-_FINISH_REASONS = {Outcome.COMPLETED: "stop", Outcome.LENGTH: "length"}
+_Name = Annotated[Text, Field(max_length=NAME_CHARS_MAX)]
 
 
-def _no_calls(calls: object) -> None:
-    if calls:  # dropped, the model would not see what it did
-        raise PydanticCustomError("tool_calls", "Tool calls are not supported yet")
+def _legacy(value: object) -> None:
+    if value:  # dropped, the model would not see what it did
+        raise PydanticCustomError("legacy", "This form was replaced by tool_calls and is not supported; send those")
+
+
+class _Called(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: _Name
+    arguments: Text
+
+
+class _ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: _Name
+    type: Literal["function"] = "function"
+    function: _Called
+
+    def call(self) -> Call:
+        return Call(self.id, self.function.name, self.function.arguments)
 
 
 class _Message(BaseModel):
@@ -53,12 +87,30 @@ class _Message(BaseModel):
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content
-    tool_calls: Annotated[None, BeforeValidator(_no_calls)] = None
-    function_call: Annotated[None, BeforeValidator(_no_calls)] = None
+    name: _Name | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=TOOLS_MAX)] | None = None
+    tool_call_id: _Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    function_call: Annotated[None, BeforeValidator(_legacy)] = None
+    audio: Annotated[None, BeforeValidator(_legacy)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, message: Any) -> Any:
+        calls = isinstance(message, dict) and message.get("tool_calls")
+        return {"content": None, **message} if calls else message
 
     def message(self) -> Message:
         # Chat templates know no developer; OpenAI made it a new name for system.
-        return Message("system" if self.role == "developer" else self.role, self.content)
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            self.content,
+            calls=tuple(call.call() for call in self.tool_calls or ()),
+            reasoning=self.reasoning_content or self.reasoning or "",
+            call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
 
 
 class _StreamOptions(BaseModel):
@@ -67,13 +119,107 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class _Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: FunctionName
+
+
+class _NamedTool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: _Named
+
+
+class _Allowed(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=TOOLS_MAX)]
+
+
+class _ToolChoice(BaseModel):
+    """One function, or some of them; or a word, which stands for itself."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function", "allowed_tools"]
+    function: _Named | None = None
+    allowed_tools: _Allowed | None = None
+    word: SkipJsonSchema[str] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_own(cls, choice: Any) -> Any:
+        if not isinstance(choice, dict):
+            raise PydanticCustomError("tool_choice", "Input should be 'none', 'auto', 'required' or an object")
+        kind = choice.get("type")
+        if kind in ("function", "allowed_tools") and choice.get(kind) is None:
+            raise PydanticCustomError("tool_choice", "Its '{kind}' is missing", {"kind": kind})
+        return {name: choice[name] for name in ("type", kind) if name in choice} if isinstance(kind, str) else choice
+
+    @property
+    def choice(self) -> str:
+        """In the words of Tools."""
+        if self.allowed_tools:
+            return self.allowed_tools.mode
+        return f"={self.function.name}" if self.function else self.word
+
+    @property
+    def only(self) -> list[str]:
+        """The functions that it is to be one of; none: any."""
+        return [tool.function.name for tool in self.allowed_tools.tools] if self.allowed_tools else []
+
+
+def _tool_choice(asked: object) -> object:
+    if isinstance(asked, str) and asked in ("none", "auto", "required"):
+        return _ToolChoice.model_construct(type="function", word=asked)
+    return asked
+
+
 class _ChatBody(Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] = 1
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] = 0
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[_Tool], Field(max_length=TOOLS_MAX)] = Field(default_factory=list)
+    tool_choice: Annotated[
+        _ToolChoice,
+        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | _ToolChoice),
+    ] = Field(default_factory=partial(_ToolChoice.model_construct, type="function", word="auto"))
+    functions: list[Any] = Field(default_factory=list)
+    function_call: Any = None
     stream_options: _StreamOptions = _StreamOptions()
-    reasoning_effort: Text | None = None
-    verbosity: Text | None = None
+    reasoning_effort: _Name | None = None
+    verbosity: _Name | None = None
+    prediction: dict[str, Any] | None = None
+
+    def grammar(self) -> dict[str, Any]:
+        return super().grammar() or (self.response_format.terms() if self.response_format else {})
+
+    def called(self) -> Tools | None:
+        """The functions that the model may call."""
+        functions = [tool.function.plain() for tool in self.tools]
+        choice = self.tool_choice
+        return tools_of(functions, choice.choice, parallel=self.parallel_tool_calls, only=choice.only)
+
+    def told(self) -> dict[str, Any]:
+        """What the chat template is told, as vLLM does of the effort: what the caller tells it itself goes first."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        return effort | self.chat_template_kwargs
 
 
 def parse(body: object) -> Draft:
@@ -83,79 +229,115 @@ def parse(body: object) -> Draft:
       BadRequest: the first fault, naming its field.
     """
     asked = validated(_ChatBody, body, _UNSERVED)
+    _refuse(asked)
+    knobs, tools = asked.knobs(), asked.called()
+    # Where the answer is a call, there is none that could have a form.
+    grammar = {} if tools and tools.forced else asked.grammar()
+    logprobs = asked.top_logprobs if asked.logprobs else None
+    knobs["sampling"] = msgspec.structs.replace(knobs["sampling"], logprobs=logprobs, grammar=grammar)
     return Draft(
         dialect="chat",
         messages=tuple(message.message() for message in asked.messages),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
+        n=asked.n,
+        tools=tools,
+        reasons=asked.reasoning_effort != "none",
         include_usage=bool(asked.stream_options.include_usage),
-        **asked.knobs(),
+        **{**knobs, "template": asked.told()},
     )
 
 
-class ChatAnswer:
-    """The answer to one chat request. Every chunk of it has the same id, time and model, and so on every gateway."""
+def _refuse(asked: _ChatBody) -> None:
+    if asked.functions:
+        raise not_served("functions", "it was replaced by 'tools', send those")
+    if asked.function_call not in (None, "none", "auto"):
+        raise not_served("function_call", "it was replaced by 'tool_choice', send that")
+    if asked.top_logprobs and not asked.logprobs:
+        raise BadRequest("Invalid 'top_logprobs': it needs 'logprobs' to be true.", param="top_logprobs")
+    if asked.structured_outputs and asked.response_format and asked.response_format.terms():
+        raise BadRequest("Invalid 'structured_outputs': there is a 'response_format' too.", param="structured_outputs")
 
-    def __init__(
-        self, request_id: str, model: str, created_s: int, include_usage: bool, *, opened: bool = False
-    ) -> None:
-        self._head = {"id": "chatcmpl-" + request_id.replace("-", ""), "created": created_s, "model": model}
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        # With usage asked for, its absence is said in each chunk; without, strict clients want no such key.
-        self._tail = {"usage": None} if include_usage else {}
-        self._include_usage = include_usage
-        self._opened = opened
+
+class ChatAnswer(Answer):
+    """The answer to one chat request."""
+
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request_id: str, shown: Draft | View, created_s: int) -> None:
+        super().__init__("chatcmpl-" + request_id.replace("-", ""), created_s, shown)
+        self._request_id = request_id
 
     def opening(self) -> list[Chunk]:
-        """The chunk with the role, once: SDKs append it wherever it comes again."""
-        if self._opened:
-            return []
-        self._opened = True
-        return [self._chunk({"role": "assistant", "content": ""})]
+        """The roles, in the order of their choices: SDKs count on it, and append a role wherever it comes again."""
+        return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in self._choices]
 
-    def text(self, delta: str) -> list[Chunk]:
-        """The chunk with a piece of text; none for an empty piece."""
-        if not delta:
-            return []
-        chunk = self._chunk({"content": delta})
-        return [chunk] if self._opened else [*self.opening(), chunk]
+    def _delta(self, choice: Choice, kind: Kind, fresh: str) -> Any:
+        match kind.what:
+            case "text":
+                return {"content": fresh}
+            case "reasoning":
+                return {"reasoning_content": fresh}
+            case "call":
+                return {"tool_calls": [self._begun(choice, kind.call, fresh, "")]}
+            case "arguments" if kind.call not in choice.calls:
+                return {"tool_calls": [self._begun(choice, kind.call, "", fresh)]}
+            case "arguments":
+                # Neither id nor type again: SDKs append the one, and fail on the other.
+                return {"tool_calls": [{"index": choice.calls[kind.call], "function": {"arguments": fresh}}]}
+            case _:
+                return None
 
-    def nothing(self) -> Chunk:
-        """A chunk that says only that the stream is alive."""
-        return self._chunk({})
+    def _begun(self, choice: Choice, call: int, name: str, arguments: str) -> dict[str, Any]:
+        index = choice.calls.setdefault(call, len(choice.calls))
+        return {"index": index, **self._call(choice, call, name, arguments)}
 
-    def ending(self, ending: Ending) -> list[Chunk]:
-        """The last chunks: why it ended, then the usage if it was asked for; or the error."""
-        if ending.outcome not in ANSWERED:
-            return [self.failure(error_of(ending))]
-        chunks = [*self.opening(), self._chunk({}, _FINISH_REASONS[Outcome(ending.outcome)])]
-        if self._include_usage:
-            chunks.append({**self._chunk({}), "choices": [], "usage": usage_object(ending.usage)})
-        return chunks
+    def _call(self, choice: Choice, call: int, name: str, arguments: str) -> dict[str, Any]:
+        called = {"name": name, "arguments": arguments}
+        return {"id": call_id(self._request_id, choice.index, call), "type": "function", "function": called}
 
-    def whole(self, text: str, ending: Ending) -> dict[str, Any]:
-        """The whole answer as one object.
-
-        Raises:
-          ForebayError: it ended without an answer.
-        """
-        if ending.outcome not in ANSWERED:
-            raise error_of(ending)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": _FINISH_REASONS[Outcome(ending.outcome)],
+    def _part(self, choice: Choice, delta: Any, finish_reason: str | None) -> dict[str, Any]:
+        logprobs, choice.logprobs = choice.logprobs, []
+        return {
+            "index": choice.index,
+            "delta": delta or {},
+            "logprobs": _logprobs(logprobs),
+            "finish_reason": finish_reason,
         }
-        usage = usage_object(ending.usage)
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage}
 
-    def failure(self, error: ForebayError) -> Chunk:
-        """An error after the stream began, which no status can tell any more."""
-        return {"error": error.envelope()}
+    def _answered(self, choice: Choice, runs: list[Run], finish: str) -> dict[str, Any]:
+        calls = {kind.call: ["", ""] for kind in (kind_of(run.kind) for run in runs) if kind.what in _CALLS}
+        for kind, text in ((kind_of(run.kind), run.text) for run in runs):
+            if kind.what in _CALLS:
+                calls[kind.call][_CALLS.index(kind.what)] += text
+        choice.calls = dict.fromkeys(calls, 0)
+        text, reasoning = text_of(runs, "text"), text_of(runs, "reasoning")
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [self._call(choice, call, *called) for call, called in calls.items()]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": _logprobs([logprob for run in runs for logprob in run.logprobs]),
+            "finish_reason": self._reason(choice, ended_as(runs, finish)),
+        }
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> Chunk:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._chunk_head, "choices": [choice], **self._tail}
+
+_CALLS = ("call", "arguments")
+
+
+def _logprobs(logprobs: list[Logprob]) -> dict[str, Any] | None:
+    return {"content": [_logprob(each) for each in logprobs], "refusal": None} if logprobs else None
+
+
+def _logprob(logprob: Logprob) -> dict[str, Any]:
+    top = [_token(token, likely) for token, likely in logprob.top]
+    return {**_token(logprob.token, logprob.logprob), "top_logprobs": top}
+
+
+def _token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": told(logprob), "bytes": list(token.encode("utf-8", "replace"))}
 
 
 def last_event(text: str) -> tuple[str, int]:
@@ -181,14 +363,3 @@ def check_cursor(after: int, chars: int, ended: bool) -> None:
     """
     if after > chars + (2 if ended else 0):
         raise BadRequest("Invalid 'Last-Event-ID': it lies beyond the end of the stream.", param="Last-Event-ID")
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Token counts in the words of chat completions."""
-    return {
-        "prompt_tokens": usage.input_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.input_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }

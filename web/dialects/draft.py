@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
-from core.values import Class, Ending, Outcome, Sampling
+from core.values import Class, Ending, Outcome, Sampling, Tools
 
 STOPS_MAX = 4  #: stop strings in a request
 STOP_CHARS_MAX = 1024  #: in one stop string: every step of the engine compares with all of it
@@ -26,10 +26,34 @@ METADATA_PAIRS_MAX = 16  #: OpenAI's own bounds, here and in the next two
 METADATA_KEY_CHARS_MAX = 64
 METADATA_VALUE_CHARS_MAX = 512
 
+STOP_TOKENS_MAX = 128  #: token ids that end an answer
+BIASES_MAX = 1024  #: tokens that are made likelier or less likely
+JSON_BYTES_MAX = 64 * 1024  #: in a schema, and in what a chat template is told
+JSON_DEPTH_MAX = 64  #: objects and lists within each other in these
+GRAMMAR_CHARS_MAX = 16 * 1024  #: in a regular expression or a grammar: it is compiled before the first token
+CHOICES_MAX = 1024  #: answers to choose one of
+LOGPROBS_MAX = 20  #: alternatives told of each token
+ANSWERS_MAX = 16  #: to one prompt
+
 _CLASSES = {"priority": Class.INTERACTIVE, "flex": Class.BULK}
 
-Dialect = Literal["chat", "responses"]
+Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
+#: What is paid for, and so how soon it is served: the names of OpenAI's service tiers.
+Tier = Literal["default", "priority", "flex"]
 Value = TypeVar("Value", bound=BaseModel)
+
+
+#: What a body may ask for, and what it gets: OpenAI has two names for the same ones.
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast"]
+_TIERS: Mapping[str, Tier] = {"flex": "flex", "priority": "priority", "fast": "priority"}
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    name: str
+    arguments: str  #: JSON, as the model wrote it
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -37,6 +61,10 @@ class Message(msgspec.Struct, frozen=True):
 
     role: str
     content: str
+    calls: tuple[Call, ...] = ()  #: of an assistant
+    reasoning: str = ""  #: of an assistant
+    call_id: str = ""  #: of a tool: the call that this is the result of
+    name: str = ""  #: of a tool: the function; of others: a participant
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +72,12 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
     dialect: Dialect
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()  #: instead: taken as they are, text or token ids
+    tools: Tools | None = None
+    reasons: bool = True  #: the model may think first, if it can
+    template: dict[str, Any] = {}  #: what else the chat template is told
+    n: int = 1  #: answers to each prompt
     max_tokens: int | None = None  #: None: as many as the model's entry in the catalogue says
     sampling: Sampling = Sampling(max_tokens=0)  #: but for max_tokens, which is admission's decision
     stream: bool = False
@@ -52,22 +85,41 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     linger_ms: int = 0  #: how long it may go on after its client went away
     include_usage: bool = False  #: a chat stream ends with a chunk that has the usage
     cls: Class = Class.DEFAULT
-    echo: dict[str, Any] = {}  #: what a Responses answer repeats of its request
+    tier: Tier = "default"
+    echo: dict[str, Any] = {}  #: what an answer repeats of its request
+    store: bool = False  #: it is kept, and can be gone on from
+    background: bool = False  #: nobody waits for it
+    previous: str = ""  #: the stored response that it goes on from
+    refers: tuple[str, ...] = ()  #: stored responses whose items it names, without going on from them
+    items: list[Any] = []  #: the input as it was given, to be kept with the answer
+    affinity: str = ""  #: `prompt_cache_key` and its like: requests that name the same share a prefix
+
+    @property
+    def width(self) -> int:
+        """Answers in all."""
+        return self.n * max(1, len(self.prompts))
+
+    @property
+    def named(self) -> bool:
+        """One function must be called."""
+        return self.tools is not None and bool(self.tools.named)
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     # JSON can spell half a surrogate pair ("\ud800"), which neither a tokenizer nor an answer can carry.
     try:
         text.encode()
     except UnicodeEncodeError:
         raise PydanticCustomError("text", "Input should be valid Unicode, without lone surrogates") from None
+    if "\0" in text:  # which Postgres cannot keep, and no text has
+        raise PydanticCustomError("text", "Input should have no NUL character")
     return text
 
 
-Text = Annotated[str, AfterValidator(_well_formed)]
+Text = Annotated[str, AfterValidator(well_formed)]
 
 
-def _part_text(part: object) -> str:
+def _part_text(number: int, part: object) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -76,8 +128,8 @@ def _part_text(part: object) -> str:
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise PydanticCustomError(
             "content_part",
-            "Content parts of type '{kind}' are not supported, only text",
-            {"kind": kind.encode("ascii", "replace").decode()[:NAME_CHARS_MAX]},
+            "Content parts of type '{kind}' are not supported, only text, and part [{number}] is one",
+            {"kind": kind.encode("ascii", "replace").decode()[:NAME_CHARS_MAX], "number": number},
         )
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
@@ -92,11 +144,13 @@ def _content_text(content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part_text(part) for part in content)
+        return "\n".join(_part_text(number, part) for number, part in enumerate(content))
     raise PydanticCustomError("content", "Input should be a string, null or a list of text parts")
 
 
-Content = Annotated[Text, BeforeValidator(_content_text)]
+Content = Annotated[
+    Text, BeforeValidator(_content_text, json_schema_input_type=str | list[str | dict[str, Any]] | None)
+]
 
 
 def _stops(stop: object) -> tuple[str, ...]:
@@ -108,6 +162,55 @@ def _stops(stop: object) -> tuple[str, ...]:
     if not all(0 < len(each) <= STOP_CHARS_MAX for each in stops):
         raise PydanticCustomError("stop", "A stop string should have 1 to {most} characters", {"most": STOP_CHARS_MAX})
     return stops
+
+
+def _biases(biases: object) -> object:
+    if not isinstance(biases, dict):
+        raise PydanticCustomError("logit_bias", "Input should be an object of token ids and numbers")
+    if len(biases) > BIASES_MAX:
+        raise PydanticCustomError("logit_bias", "At most {most} tokens are allowed", {"most": BIASES_MAX})
+    return {_token_id(token): bias for token, bias in biases.items()}
+
+
+def _token_id(token: object) -> int:
+    """A token's id, which JSON must spell as a string where it is a key."""
+    text = str(token)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= INT32_MAX):
+        raise PydanticCustomError("logit_bias", "Its keys should be token ids")
+    return int(text)
+
+
+def _bounded_json(value: Any) -> Any:
+    """A schema or the like, which is handed on as it is: it must be small enough, and fit what carries it."""
+    try:
+        size_bytes = len(msgspec.msgpack.encode(value))
+        _check_texts(value, JSON_DEPTH_MAX)
+    except (UnicodeEncodeError, OverflowError, TypeError):
+        raise PydanticCustomError("json", "Input should have valid Unicode and numbers of at most 64 bits") from None
+    except RecursionError:
+        raise PydanticCustomError(
+            "json", "Input should be nested at most {most} deep", {"most": JSON_DEPTH_MAX}
+        ) from None
+    if size_bytes > JSON_BYTES_MAX:
+        raise PydanticCustomError("json", "Input should have at most {most} bytes", {"most": JSON_BYTES_MAX})
+    return value
+
+
+def _check_texts(value: Any, deeper: int) -> None:
+    if isinstance(value, str):
+        well_formed(value)
+    elif isinstance(value, dict | list):
+        if not deeper:
+            raise RecursionError
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_texts(each, deeper - 1)
+
+
+def _decoded(schema: object) -> object:
+    try:
+        return msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise PydanticCustomError("json", "Input should be an object, or one spelled in JSON") from None
 
 
 def _top_k(top_k: int) -> int:
@@ -124,63 +227,187 @@ Metadata = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """The fields that every generating body has."""
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+#: An object of the caller's own, bounded.
+Json = Annotated[dict[str, Any], AfterValidator(_bounded_json)]
+_Grammar = Annotated[Text, Field(min_length=1, max_length=GRAMMAR_CHARS_MAX)]
+
+
+def without_nulls(body: Any) -> Any:
+    """Null is unset, as typed clients send it for every field they know."""
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: what an answer must be like. One of its ways."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    as_json: Annotated[Json, BeforeValidator(_decoded)] | None = Field(None, alias="json")
+    regex: _Grammar | None = None
+    choice: (
+        Annotated[list[_Grammar], Field(min_length=1, max_length=CHOICES_MAX), AfterValidator(_bounded_json)] | None
+    ) = None
+    grammar: _Grammar | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way(cls, asked: Any) -> Any:
+        asked = without_nulls(asked)
+        if not isinstance(asked, dict):
+            return asked
+        ways = {name: value for name, value in asked.items() if value is not False}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if len(ways) != 1 or not ways.keys() <= known:
+            raise PydanticCustomError(
+                "structured_outputs",
+                "Input should have one of {known}, and nothing else",
+                {"known": ", ".join(sorted(known))},
+            )
+        return ways
+
+    def terms(self) -> dict[str, Any]:
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    as_json: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's: the same, of two kinds."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise PydanticCustomError("response_format", "Its 'json_schema' is missing")
+        return self
+
+    def terms(self) -> dict[str, Any]:
+        if self.type == "text":
+            return {}
+        schema = self.json_schema.as_json if self.type == "json_schema" and self.json_schema else None
+        return {"json_object": True} if schema is None else {"json": schema}
+
+
+#: What a chat template is told by us alone.
+_OURS = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
+
+
+def _only_theirs(told: dict[str, Any]) -> dict[str, Any]:
+    for name in told:
+        if name in _OURS or name.endswith("_token") or not name.isidentifier():
+            shown = name.encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
+            raise PydanticCustomError("template", "'{name}' is not for a caller to tell the template", {"name": shown})
+    return told
+
+
+class Asked(BaseModel):
+    """The fields that every body has."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
-    stream: bool = False
-    service_tier: Text = "auto"
+    service_tier: ServiceTier = "auto"
     timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    metadata: Metadata = {}
+    user: Text | None = None
+    safety_identifier: Annotated[Text, Field(max_length=128)] | None = None
+    prompt_cache_key: Annotated[Text, Field(max_length=ECHO_CHARS_MAX)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unset(cls, body: Any) -> Any:
+        return without_nulls(body)
+
+    @property
+    def tier(self) -> Tier:
+        """What it gets."""
+        return _TIERS.get(self.service_tier, "default")
+
+    def facts(self) -> dict[str, Any]:
+        """These fields by the names they have in a Draft."""
+        return {
+            "model": self.model,
+            "timeout_s": self.timeout,
+            "cls": _CLASSES.get(self.tier, Class.DEFAULT),
+            "tier": self.tier,
+            "affinity": self.prompt_cache_key or "",
+        }
+
+
+class Body(Asked):
+    """The fields that every generating body has."""
+
+    stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     ignore_eos: bool = False
-    metadata: Metadata = {}
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKENS_MAX)] = Field(default_factory=list)
+    logit_bias: Annotated[
+        dict[int, Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(_biases, json_schema_input_type=dict[str, Annotated[float, Field(ge=-100, le=100)]]),
+    ] = Field(default_factory=dict)
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: Annotated[Json, AfterValidator(_only_theirs)] = {}
     store: bool = False
-    user: Text | None = None
-    safety_identifier: Annotated[Text, Field(max_length=128)] | None = None
-    prompt_cache_key: Annotated[Text, Field(max_length=ECHO_CHARS_MAX)] | None = None
     parallel_tool_calls: bool = True
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_unset(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    def grammar(self) -> dict[str, Any]:
+        """What the answer must be like, in the words of Sampling."""
+        return self.structured_outputs.terms() if self.structured_outputs else {}
 
     def knobs(self) -> dict[str, Any]:
         """These fields by the names they have in a Draft."""
-        asked = self.model_dump(include=set(Sampling.__struct_fields__) & set(Body.model_fields))
+        asked = self.model_dump(include=(set(Sampling.__struct_fields__) & set(Body.model_fields)) - {"stop_token_ids"})
         return {
-            "model": self.model,
+            **self.facts(),
             "stream": self.stream,
-            "timeout_s": self.timeout,
-            "cls": _CLASSES.get(self.service_tier, Class.DEFAULT),
-            "sampling": Sampling(max_tokens=0, **asked),
+            "template": self.chat_template_kwargs,
+            "sampling": Sampling(
+                max_tokens=0, stop_token_ids=tuple(self.stop_token_ids), grammar=self.grammar(), **asked
+            ),
         }
 
 
 #: Fields that change the answer and are not served yet, with the values that ask for nothing.
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "structured_outputs": (),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "prompt_logprobs": (),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "logprob_token_ids": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
 }
 
 
@@ -204,7 +431,7 @@ def validated(schema: type[Value], body: object, unserved: Mapping[str, tuple[An
 def _refuse_unserved(name: str, value: object, unserved: Mapping[str, tuple[Any, ...]]) -> None:
     if name.startswith("guided_"):
         # Ignored, it would give an answer that looks constrained and is not.
-        raise not_served(name, "vLLM removed it, and structured output is not served yet")
+        raise not_served(name, "vLLM removed it; send structured_outputs or response_format")
     nothing = unserved.get(name)
     if nothing is None or any(type(value) is type(same) and value == same for same in nothing):
         return
@@ -227,7 +454,9 @@ def _first_fault(e: ValidationError) -> BadRequest:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
+    # What is in angle brackets tells alternatives apart, and is nothing that the caller sent.
+    real = [step for step in loc if not str(step).startswith("<")]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in real)
     # A key of `metadata` is the caller's own text, which may be long, or no text at all.
     return "".join(steps).lstrip(".").encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
 

@@ -7,7 +7,7 @@ said at once even so: the headers leave with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal
 from uuid import UUID
@@ -16,10 +16,15 @@ import msgspec
 
 from core.errors import ForebayError
 from core.outlook import Starting
-from core.values import Ending
-from web.dialects.chat import ChatAnswer, Chunk
-from web.dialects.draft import Draft
-from web.dialects.responses import Event, ResponsesAnswer, unseen
+from core.stream.frames import Run
+from core.values import ANSWERED, Ending
+from web.dialects.chat import ChatAnswer
+from web.dialects.choices import Answer, Chunk, Piece
+from web.dialects.completions import CompletionsAnswer
+from web.dialects.draft import Draft, error_of
+from web.dialects.events import Event, ResponsesAnswer, cut_at
+from web.dialects.messages import Event as MessageEvent
+from web.dialects.messages import MessagesAnswer
 from web.dialects.view import View
 
 #: What a chat stream sends while it has nothing to say: chat has no event for it, and some clients take no comments.
@@ -49,21 +54,17 @@ def created_s(request_id: str) -> int:
     return (UUID(request_id).int >> 80) // 1000
 
 
-class ChatFraming:
-    """Chat completions know nothing of queues: the role comes at once, then text."""
+class _ChunkFraming:
+    """Chat completions and completions know nothing of queues: they open at once, then comes text."""
 
-    def __init__(
-        self, request_id: str, shown: Draft | View, *, after: int = -1, keep_alive: KeepAlive = "comment"
-    ) -> None:
-        opened = after >= 0
-        made_s = created_s(request_id)
-        self.answer = ChatAnswer(request_id, shown.model, made_s, shown.include_usage, opened=opened)
+    def __init__(self, answer: Answer, after: int, keep_alive: KeepAlive) -> None:
+        self.answer = answer
         self._after, self._keep_alive = after, keep_alive
         self._chars = 0
 
     def began(self) -> list[Comment | Numbered]:
-        opening = [Numbered(chunk, 0) for chunk in self.answer.opening()]
-        return [*opening] or self._alive("resumed")
+        chunks = self.answer.opening() if self._after < 0 else []
+        return [*_numbered(chunks, 0)] or self._alive("accepted" if self._after < 0 else "resumed")
 
     def waiting(self, place: int, estimate_ms: int | None, worker: Starting | None) -> list[Comment | Numbered]:
         known = f" estimate_ms={estimate_ms}" if estimate_ms is not None else ""
@@ -76,23 +77,28 @@ class ChatFraming:
     def running(self) -> list[Any]:
         return []
 
-    def text(self, text: str) -> list[Numbered]:
-        fresh = unseen(text, self._chars, self._after)
-        self._chars = cursor = self._chars + len(text)
-        chunks = self.answer.text(fresh)
-        # One, for all but the first: a comprehension would cost more than the chunk.
-        return [Numbered(chunks[0], cursor)] if len(chunks) == 1 else [Numbered(chunk, cursor) for chunk in chunks]
+    def text(self, piece: Piece) -> list[Numbered]:
+        begins = self._chars
+        self._chars = cursor = begins + len(piece.text)
+        chunk = self.answer.piece(piece, max(0, self._after - begins))
+        return [] if chunk is None else [Numbered(chunk, cursor)]
 
     def ending(self, ending: Ending) -> list[Numbered]:
-        last = enumerate(self.answer.ending(ending), self._chars + 1)
-        return [Numbered(chunk, cursor) for cursor, chunk in last if cursor > self._after]
+        last = self._chars + 1
+        if ending.outcome not in ANSWERED:
+            return self._unseen([Numbered(self.answer.failure(error_of(ending)), last)], last)
+        finishes = self._unseen(_numbered(self.answer.finishes(ending.outcome), last), last)
+        return finishes + self._unseen(_numbered(self.answer.usage(ending), last + 1), last + 1)
 
     def failure(self, error: ForebayError) -> list[Numbered]:
         """The stream may be whole elsewhere, so this has no number: a client comes back for what follows its text."""
         return [Numbered(self.answer.failure(error), None)]
 
-    def whole(self, text: str, ending: Ending) -> dict[str, Any]:
-        return self.answer.whole(text, ending)
+    def whole(self, runs: Sequence[Run], ending: Ending) -> dict[str, Any]:
+        return self.answer.whole(runs, ending)
+
+    def _unseen(self, chunks: list[Numbered], cursor: int) -> list[Numbered]:
+        return chunks if cursor > self._after else []
 
     def _alive(self, comment: str) -> list[Comment | Numbered]:
         match self._keep_alive:
@@ -104,8 +110,34 @@ class ChatFraming:
                 return []
 
 
+def _numbered(chunks: list[Chunk], cursor: int) -> list[Numbered]:
+    """Chunks that go together: who has the last has all of them."""
+    return [Numbered(chunk, cursor if chunk is chunks[-1] else None) for chunk in chunks]
+
+
+class ChatFraming(_ChunkFraming):
+    """Chat completions."""
+
+    def __init__(
+        self, request_id: str, shown: Draft | View, *, after: int = -1, keep_alive: KeepAlive = "comment"
+    ) -> None:
+        super().__init__(ChatAnswer(request_id, shown, created_s(request_id)), after, keep_alive)
+
+
+class CompletionsFraming(_ChunkFraming):
+    """Completions."""
+
+    def __init__(
+        self, request_id: str, shown: Draft | View, *, after: int = -1, keep_alive: KeepAlive = "comment"
+    ) -> None:
+        super().__init__(CompletionsAnswer(request_id, shown, created_s(request_id)), after, keep_alive)
+
+
 class ResponsesFraming:
-    """Responses show the wait: `queued` with a place, again whenever the place changes."""
+    """Responses show the wait: `queued` with a place, again whenever the place changes.
+
+    `answer.final` is the Response object that the client was given at the end, to be stored as it is; None before.
+    """
 
     def __init__(self, request_id: str, shown: Draft | View, *, after: int = -1, delivered: int = 0) -> None:
         """`delivered`: characters that a client may have had before."""
@@ -124,12 +156,12 @@ class ResponsesFraming:
     def running(self) -> list[Event]:
         return self.answer.in_progress()
 
-    def text(self, text: str) -> Iterable[Event]:
+    def text(self, piece: Piece) -> Iterable[Event]:
         begins = self.answer.chars
         if begins >= self._fine:
-            return self.answer.text(text)
-        pieces = _finely(text, self._fine - FINE_CHARS - begins, self._fine - begins)
-        return chain.from_iterable(map(self.answer.text, pieces))
+            return self.answer.text(piece.text, piece.kind, piece.logprobs)
+        pieces = _finely(piece, self._fine - FINE_CHARS - begins, self._fine - begins)
+        return chain.from_iterable(self.answer.text(one.text, one.kind, one.logprobs) for one in pieces)
 
     def ending(self, ending: Ending) -> list[Event]:
         return self.answer.ending(ending)
@@ -137,19 +169,49 @@ class ResponsesFraming:
     def failure(self, error: ForebayError) -> list[Event]:
         return self.answer.failure(error)
 
-    def whole(self, text: str, ending: Ending) -> dict[str, Any]:
-        return self.answer.whole(text, ending)
+    def whole(self, runs: Sequence[Run], ending: Ending) -> dict[str, Any]:
+        return self.answer.whole(runs, ending)
 
-    def so_far(self, text: str, waiting: bool, ending: Ending | None) -> dict[str, Any]:
-        self.answer.text(text)
-        return self.answer.so_far(waiting, ending)
+    def so_far(self, runs: Sequence[Run], waiting: bool, ending: Ending | None) -> dict[str, Any]:
+        """The Response object of all that was delivered, whatever came of it. It is asked of a framing that has told
+        nothing."""
+        return self.answer.so_far(runs, waiting, ending)
 
 
-def _finely(text: str, start: int, end: int) -> Iterator[str]:
-    """The pieces of a text that is cut at each character from `start` to `end`, and left whole before and after."""
-    start, end = max(start, 0), max(end, 0)
-    if head := text[:start]:
-        yield head
-    yield from text[start:end]
-    if tail := text[end:]:
-        yield tail
+class MessagesFraming:
+    """Messages have pings: for the wait, with a place, and for silence."""
+
+    def __init__(self, request_id: str, shown: Draft | View, input_tokens: int) -> None:
+        self.answer = MessagesAnswer(request_id, shown.model, input_tokens)
+
+    def began(self) -> list[MessageEvent]:
+        return self.answer.began()
+
+    def waiting(self, place: int, estimate_ms: int | None, worker: Starting | None) -> list[MessageEvent]:
+        starting = None if worker is None else {"state": worker.state, "detail": worker.detail}
+        return [{"type": "ping", "queue": {"place": place, "estimate_ms": estimate_ms, "worker": starting}}]
+
+    def idle(self) -> list[MessageEvent]:
+        return [{"type": "ping"}]
+
+    def running(self) -> list[MessageEvent]:
+        return []
+
+    def text(self, piece: Piece) -> list[MessageEvent]:
+        return self.answer.piece(piece)
+
+    def ending(self, ending: Ending) -> list[MessageEvent]:
+        return self.answer.ending(ending)
+
+    def failure(self, error: ForebayError) -> list[MessageEvent]:
+        return [self.answer.failure(error)]
+
+    def whole(self, runs: Sequence[Run], ending: Ending) -> dict[str, Any]:
+        return self.answer.whole(runs, ending)
+
+
+def _finely(piece: Piece, start: int, end: int) -> Iterator[Run]:
+    """The pieces of one that is cut at each character from `start` to `end`, and left whole before and after."""
+    last = len(piece.text)
+    start, end = min(max(start, 0), last), min(max(end, 0), last)
+    return cut_at(piece, [0, *range(start, end), end, last] if start < end else [0, last])

@@ -1,4 +1,4 @@
-"""Generation: chat completions and Responses over HTTP and SSE, and Responses mode over WebSocket."""
+"""Generation: chat completions and Responses over HTTP and SSE. Sockets have a file of their own."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flask_sock
 import msgspec
-import simple_websocket
-from flask import Blueprint, Flask, Response, g, jsonify, request
+from flask import Blueprint, Response, g, jsonify, request
 from werkzeug.exceptions import MethodNotAllowed
 
-from core.errors import BadRequest
+from core.errors import BadRequest, Gone, NotFound
 from web.admission import Admitted
 from web.app import gateway
 from web.dialects import chat, responses
-from web.dialects.draft import Draft
-from web.dialects.framing import ChatFraming, Comment, ResponsesFraming
+from web.dialects.draft import Dialect, Draft
+from web.dialects.framing import ChatFraming, Comment, CompletionsFraming, ResponsesFraming
 from web.stream import Stream
-from web.transports import safe_socket
 from web.transports.http import (
-    BODY_MAX,
+    answer_whole,
     body,
     comment_line,
     data_line,
     event_lines,
     events,
     identified_lines,
-    recalled,
-    resumed,
     sse,
-    whole,
 )
-from web.transports.sockets import GOING_AWAY, Socket
 
 blueprint = Blueprint("generation", __name__)
 
@@ -42,9 +35,6 @@ _SECONDS = re.compile(r"\d{1,5}(\.\d{1,6})?")
 #: The header with which a client asks for its request to go on a while without it, so that it can come back.
 LINGER = "X-Forebay-Linger"
 LINGER_MAX_S = 300
-SOCKET = "responses_socket"
-#: Sockets are pinged this often; two pings without an answer close one, seconds.
-PING_S = 25
 
 
 @blueprint.post("/v1/chat/completions")
@@ -52,9 +42,9 @@ def chat_completions() -> Response:
     if last_event := request.headers.get("Last-Event-ID"):
         return _go_on(last_event)
     draft = chat.parse(body())
-    admitted = _admit(draft)
+    admitted = admit(draft)
     framing = ChatFraming(admitted.stream.request.id, draft, keep_alive=gateway().chat_keepalive)
-    return _answer(admitted, draft, framing, _chat_lines)
+    return answer(admitted, draft, framing, _chat_lines)
 
 
 @blueprint.get("/v1/chat/completions")
@@ -68,70 +58,84 @@ def chat_completions_again() -> Response:
 
 @blueprint.post("/v1/responses")
 def create_response() -> Response:
-    draft = responses.parse(body())
-    admitted = _admit(draft)
-    return _answer(admitted, draft, ResponsesFraming(admitted.stream.request.id, draft), _responses_lines)
+    history = gateway().history
+    draft = history.prepared(g.caller, responses.parse(body()))
+    if draft.background:
+        return _in_background(draft)
+    admitted = admit(draft)
+    return answer(admitted, draft, history.framing(admitted.stream, draft), responses_lines)
 
 
-@blueprint.get("/v1/responses/<response_id>")
-def show_response(response_id: str) -> Response:
-    """A response as it is now; or, with `stream=true`, its stream, after `starting_after`."""
+def _in_background(draft: Draft) -> Response:
+    """Accepted, and answered at once; with `stream=true`, read like any other: its reader may go and come back."""
     parts = gateway()
-    after = responses.cursor(request.args.get("starting_after"))
-    if not _flag("stream") or request.method == "HEAD":  # which takes no stream from its reader
-        kept = recalled(parts.admission, g.caller, response_id)
-        framing = ResponsesFraming(kept.request.id, kept.view)
-        return jsonify(framing.so_far(kept.text, kept.seen.state == "waiting", kept.seen.ending))
-    stream, framing = resumed(parts.admission, g.caller, response_id, after)
-    return _shown(stream, _responses_lines(stream, framing))
+
+    def accept(request_id: str | None = None) -> dict[str, Any]:
+        accepted, g.reserved, queued = parts.backlog.accept(g.caller, draft, request_id)
+        g.request_id = accepted.id
+        return queued
+
+    def find(request_id: str) -> dict[str, Any] | None:
+        try:
+            found = parts.history.show(g.caller, responses.response_id_of(request_id))
+        except (NotFound, Gone):
+            return None
+        g.request_id, g.replayed = request_id, True
+        return found
+
+    if (once := g.get("once")) is None:
+        queued = accept()
+    else:
+        key, said = once
+        queued = parts.once.background(g.caller, key, said, accept, find)
+    if not draft.stream:
+        return jsonify(queued)
+    stream, framing = parts.history.resumed(g.caller, queued["id"], -1)
+    return shown(stream, responses_lines(stream, framing))
 
 
-def _admit(draft: Draft) -> Admitted:
-    draft = msgspec.structs.replace(draft, timeout_s=draft.timeout_s or _read_timeout_s(draft), linger_ms=_linger_ms())
-    admitted = gateway().admission.admit(g.caller, draft, "sse" if draft.stream else "http")
-    g.request_id, g.reserved = admitted.stream.request.id, admitted.reserved
+def admit(draft: Draft) -> Admitted:
+    """Accept what a body asks for, with what its headers say of it."""
+    draft = msgspec.structs.replace(draft, timeout_s=draft.timeout_s or _read_timeout_s(draft), linger_ms=linger_ms())
+    transport = "sse" if draft.stream else "http"
+    if (once := g.get("once")) is None:
+        admitted = gateway().admission.admit(g.caller, draft, transport)
+    else:
+        admitted = gateway().once.admit(g.caller, draft, transport, *once)
+    g.request_id, g.reserved, g.replayed = admitted.stream.request.id, admitted.reserved, admitted.replayed
     return admitted
 
 
-def _answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., Iterator[bytes]]) -> Response:
+def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., Iterator[bytes]]) -> Response:
+    """Answer an accepted request, as it asked to be."""
     parts, stream = gateway(), admitted.stream
     if draft.stream:
-        return _shown(stream, lines(stream, framing))
-    try:
-        with parts.watch.over(stream, parts.admission):
-            text, ending = whole(stream)
-        return jsonify(framing.whole(text, ending))
-    finally:
-        parts.admission.release(stream)
+        return shown(stream, lines(stream, framing))
+    return answer_whole(parts.admission, stream, framing.whole, parts.watch, keepalive_s=parts.keepalive_s)
 
 
-def _shown(stream: Stream, lines: Iterator[bytes]) -> Response:
+def shown(stream: Stream, lines: Iterator[bytes]) -> Response:
     parts = gateway()
     g.request_id = stream.request.id
     return sse(parts.admission, stream, lines, parts.watch)
 
 
-def _go_on(last_event: str) -> Response:
-    """A chat stream for a client that comes back. Nothing is admitted: the body is the one it sent before."""
+def _go_on(
+    last_event: str, dialect: Dialect = "chat", made: type[ChatFraming] | type[CompletionsFraming] = ChatFraming
+) -> Response:
+    """A stream for a client that comes back. Nothing is admitted: the body is the one it sent before."""
     parts = gateway()
     request_id, after = chat.last_event(last_event)
-    kept = parts.admission.recall(g.caller, request_id, "chat")
+    kept = parts.admission.recall(g.caller, request_id, dialect)
     if not kept.view.stream:
         raise BadRequest("That answer was not streamed.", param="Last-Event-ID")
-    chat.check_cursor(after, len(kept.text), kept.seen.state == "ended")
+    chat.check_cursor(after, kept.chars, kept.seen.state == "ended")
     stream = parts.admission.attach(kept)
-    framing = ChatFraming(request_id, kept.view, after=after, keep_alive=parts.chat_keepalive)
-    return _shown(stream, _chat_lines(stream, framing))
+    framing = made(request_id, kept.view, after=after, keep_alive=parts.chat_keepalive)
+    return shown(stream, _chat_lines(stream, framing))
 
 
-def _flag(name: str) -> bool:
-    said = request.args.get(name, "false").lower()
-    if said not in ("true", "false", "1", "0"):
-        raise BadRequest(f"Invalid '{name}': Input should be true or false.", param=name)
-    return said in ("true", "1")
-
-
-def _linger_ms() -> int:
+def linger_ms() -> int:
     """How long what this client asks for goes on when it is gone."""
     said = request.headers.get(LINGER, "0")
     if not _SECONDS.fullmatch(said) or float(said) > LINGER_MAX_S:
@@ -146,11 +150,11 @@ def _read_timeout_s(draft: Draft) -> float | None:
     return float(said) if not draft.stream and _SECONDS.fullmatch(said) else None
 
 
-def _chat_lines(stream: Stream, framing: ChatFraming) -> Iterator[bytes]:
+def _chat_lines(stream: Stream, framing: ChatFraming | CompletionsFraming) -> Iterator[bytes]:
     return _chat_lines_of(stream, framing, gateway().chat_ids)
 
 
-def _chat_lines_of(stream: Stream, framing: ChatFraming, ids: bool) -> Iterator[bytes]:
+def _chat_lines_of(stream: Stream, framing: ChatFraming | CompletionsFraming, ids: bool) -> Iterator[bytes]:
     request_id = stream.request.id.encode()
     for said in events(stream, framing):
         if isinstance(said, Comment):
@@ -162,37 +166,6 @@ def _chat_lines_of(stream: Stream, framing: ChatFraming, ids: bool) -> Iterator[
     yield b"data: [DONE]\n\n"
 
 
-def _responses_lines(stream: Stream, framing: ResponsesFraming) -> Iterator[bytes]:
+def responses_lines(stream: Stream, framing: ResponsesFraming) -> Iterator[bytes]:
     for said in events(stream, framing):
         yield comment_line(said.text) if isinstance(said, Comment) else event_lines(said)
-
-
-@blueprint.before_app_request
-def _check_socket() -> None:
-    """A handshake with a fault is refused before the upgrade, while there is a status to say it with."""
-    if request.endpoint == SOCKET:
-        g.linger_ms = _linger_ms()
-
-
-def add_socket(app: Flask) -> None:
-    """The WebSocket on the same path. flask-sock makes the server; ours sends whole frames."""
-    flask_sock.Server = safe_socket.Server
-    app.config["SOCK_SERVER_OPTIONS"] = {
-        "ping_interval": PING_S,
-        "max_message_size": BODY_MAX,
-        "receive_bytes": 65536,
-    }
-    flask_sock.Sock(app).route("/v1/responses", endpoint=SOCKET)(_serve_socket)
-
-
-def _serve_socket(ws: simple_websocket.Server) -> None:
-    parts = gateway()
-    socket = Socket(ws, parts.admission, g.caller, g.linger_ms)
-    if parts.admission.draining:
-        socket.close(GOING_AWAY, "draining")
-        return
-    parts.sockets.add(socket)
-    try:
-        socket.serve()
-    finally:
-        parts.sockets.discard(socket)

@@ -1,0 +1,37 @@
+"""Anthropic's Messages over HTTP and SSE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flask import Blueprint, Response, jsonify
+
+from web.app import gateway
+from web.dialects import messages
+from web.dialects.framing import MessagesFraming
+from web.routes.generation import admit, answer
+from web.stream import Stream
+from web.transports.http import body, event_lines, events
+
+blueprint = Blueprint("messages", __name__)
+
+
+@blueprint.post("/v1/messages")
+def create_message() -> Response:
+    draft = messages.parse(body())
+    admitted = admit(draft)
+    request = admitted.stream.request
+    framing = MessagesFraming(request.id, draft, request.input_tokens)
+    return answer(admitted, draft, framing, _lines)
+
+
+@blueprint.post("/v1/messages/count_tokens")
+def count_tokens() -> Response:
+    """What the same body would count as its input."""
+    draft = messages.parse_count(body())
+    [prompt] = gateway().admission.prompts(draft)
+    return jsonify(input_tokens=len(prompt))
+
+
+def _lines(stream: Stream, framing: MessagesFraming) -> Iterator[bytes]:
+    return map(event_lines, events(stream, framing))

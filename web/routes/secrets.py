@@ -1,0 +1,64 @@
+"""Client secrets: what a server gives its page, so that the page may open one socket and never sees the key."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flask import Blueprint, Response, g, jsonify
+from pydantic import BaseModel, ConfigDict, Field
+
+from core.accounts import secrets
+from core.accounts.secrets import SECRET_MAX_S, SECRET_MIN_S, SECRET_S, Grant
+from core.errors import StoreDown, UnknownModel
+from core.redis import AWAY
+from web.app import gateway
+from web.dialects.draft import NAME_CHARS_MAX, validated
+from web.transports.http import body
+
+blueprint = Blueprint("secrets", __name__)
+
+
+class _Expiry(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    anchor: str = Field("created_at", pattern="^created_at$")
+    seconds: int = Field(SECRET_S, ge=SECRET_MIN_S, le=SECRET_MAX_S)
+
+
+class _Session(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    model: str = Field("", max_length=NAME_CHARS_MAX)
+
+
+class SecretBody(BaseModel):
+    """What may be said of a secret that is asked for."""
+
+    model_config = ConfigDict(strict=True)
+
+    expires_after: _Expiry = _Expiry()
+    session: _Session = _Session()
+
+
+@blueprint.post("/v1/client_secrets")
+def create_secret() -> Response:
+    """A new secret. It opens one socket, within a minute if nothing else is asked for."""
+    given = body()
+    asked = validated(SecretBody, _without_nulls(given), {})
+    if asked.session.model and asked.session.model not in gateway().catalog:
+        raise UnknownModel(f"The model `{asked.session.model}` does not exist.", param="session.model")
+    secret = secrets.mint()
+    grant = Grant(key_id=g.caller.key_id, model=asked.session.model)
+    try:
+        gateway().store.run(secrets.give(secret, grant, asked.expires_after.seconds))
+    except AWAY:
+        raise StoreDown from None
+    session = {"type": "responses", "model": asked.session.model or None}
+    response = jsonify(value=secret, expires_at=int(time.time()) + asked.expires_after.seconds, session=session)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def _without_nulls(given: Any) -> Any:
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
