@@ -3,7 +3,14 @@
     ForebayError                     500  server_error
     ├── BadRequest                   400  invalid_request_error
     │   ├── ContextTooLong           400    context_length_exceeded
-    │   └── BodyTooLarge             413    request_too_large
+    │   ├── BadFraming               400    bad_framing
+    │   ├── TooSlow                  408    request_timeout
+    │   ├── LengthNeeded             411    length_required
+    │   ├── BodyTooLarge             413    request_too_large
+    │   ├── AddressTooLong           414    uri_too_long
+    │   ├── WrongForm                415    unsupported_media_type
+    │   ├── KeyReused                422    idempotency_key_reused
+    │   └── HeadersTooLarge          431    headers_too_large
     ├── Unauthenticated              401    invalid_api_key
     ├── NotAllowed                   403  permission_error
     ├── NotFound                     404    not_found
@@ -16,6 +23,7 @@
     ├── Unavailable                  503    overloaded                         retry after …
     │   ├── StoreDown                503    store_unavailable
     │   ├── AccountsDown             503    accounts_unavailable
+    │   ├── HistoryDown              503    history_unavailable
     │   └── Draining                 503    draining
     └── RequestFailed                500    generation_failed
         ├── WorkerLost               500    worker_lost
@@ -27,6 +35,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -37,6 +46,7 @@ class ForebayError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     retry: ClassVar[bool] = True
+    after_ms: ClassVar[int | None] = None  #: when to retry, unless an instance knows better
 
     def __init__(
         self,
@@ -45,11 +55,14 @@ class ForebayError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_ms: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """`headers`: what else the caller is told, where an answer has headers."""
+        self.headers = dict(headers or {})
         self.message = message or inspect.cleandoc(self.__doc__ or "")
         self.param = param
         self.error_code = code or self.code
-        self.retry_after_ms = retry_after_ms
+        self.retry_after_ms = self.after_ms if retry_after_ms is None else retry_after_ms
         super().__init__(self.message)
 
     def envelope(self) -> dict[str, Any]:
@@ -69,10 +82,52 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
 
+class BadFraming(BadRequest):
+    """The request is not well-formed HTTP, or its body broke off."""
+
+    code = "bad_framing"
+
+
+class TooSlow(BadRequest):
+    """The request body took too long to arrive. Send it again."""
+
+    status, code, retry = 408, "request_timeout", True
+
+
+class LengthNeeded(BadRequest):
+    """The request has no body of known length. Send Content-Length, or a chunked body."""
+
+    status, code = 411, "length_required"
+
+
 class BodyTooLarge(BadRequest):
     """The request body is too large."""
 
     status, code = 413, "request_too_large"
+
+
+class AddressTooLong(BadRequest):
+    """The address of the request is too long."""
+
+    status, code = 414, "uri_too_long"
+
+
+class WrongForm(BadRequest):
+    """Bodies are JSON, and not compressed."""
+
+    status, code = 415, "unsupported_media_type"
+
+
+class KeyReused(BadRequest):
+    """This Idempotency-Key was sent with another request. Use a new key for each request."""
+
+    status, code = 422, "idempotency_key_reused"
+
+
+class HeadersTooLarge(BadRequest):
+    """The headers of the request are too large, or too many."""
+
+    status, code = 431, "headers_too_large"
 
 
 class Unauthenticated(ForebayError):
@@ -132,7 +187,7 @@ class TokensReached(LimitReached):
 class Unavailable(ForebayError):
     """The platform cannot take this request now. Retry shortly."""
 
-    status, type, code, retry = 503, "server_error", "overloaded", True
+    status, type, code, retry, after_ms = 503, "server_error", "overloaded", True, 1_000
 
 
 class StoreDown(Unavailable):
@@ -145,6 +200,12 @@ class AccountsDown(Unavailable):
     """This key was not seen lately and the account database cannot be reached. Retry shortly."""
 
     code = "accounts_unavailable"
+
+
+class HistoryDown(Unavailable):
+    """Stored responses cannot be reached. Nothing was accepted; retry shortly."""
+
+    code = "history_unavailable"
 
 
 class Draining(Unavailable):

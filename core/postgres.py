@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 __all__ = [
-    "Connection", "DataError", "DatabaseAway", "Engine", "IntegrityError", "Leadership", "connect", "cooperate",
-    "lead", "lock", "migrate", "text", "transaction",
+    "Connection", "DBAPIError", "DataError", "DatabaseAway", "Engine", "IntegrityError", "Leadership", "connect",
+    "cooperate", "lead", "lock", "migrate", "text", "transaction",
 ]  # fmt: skip
 
 #: Connections per process, and how many more in a rush. Waiting for one is bounded by CONNECT_S.

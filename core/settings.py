@@ -38,8 +38,13 @@ class Settings(BaseModel):
     drain_s: float = Field(30.0, ge=0, le=3600)  #: how long running requests may go on after SIGTERM
     buffer_s: float = Field(60.0, ge=1, le=600)  #: how long a worker keeps tokens for a store that is away
     lost_s: float = Field(30.0, ge=1, le=3600)  #: how long after a gateway's death its streams may be come back for
+    keepalive_s: float = Field(15.0, ge=0.1, le=600)  #: how often a silent stream says so, for proxies' sake
+    upload_s: float = Field(60.0, ge=0.1, le=3600)  #: how long the body of a request may take to arrive
+    stalled_s: float = Field(30.0, ge=0.1, le=3600)  #: how long a client may take nothing of what is sent to it
     chat_keepalive: Literal["comment", "chunk", "off"] = "comment"  #: of a silent chat stream
     chat_ids: bool = True  #: an `id:` on each chat event, to come back with; off for clients that know only `data:`
+    key_sockets: int = Field(100, ge=1, le=100_000)  #: WebSockets that one key may have open, over all gateways
+    origins: str = ""  #: comma-separated, as browsers say them (https://app.example), or *: pages that may open sockets
     host_id: str = ""  #: this machine's name in the fleet; empty: its hostname
     tick_ms: int = Field(1000, ge=50, le=60_000)  #: how often the scaler looks
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing

@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
@@ -41,10 +42,12 @@ class GatewayServer(BaseApplication):  # type: ignore[misc]
         super().__init__()
 
     def load_config(self) -> None:
+        from web.transports.edge import worker
+
         settings = self.settings
         options = {
             "bind": f"{settings.bind}:{settings.port}",
-            "worker_class": "gevent",
+            "worker_class": worker(settings.stalled_s),
             "workers": settings.web_processes,
             "worker_connections": CONNECTIONS,
             "graceful_timeout": int(settings.drain_s) + 5,
@@ -63,10 +66,14 @@ class GatewayServer(BaseApplication):  # type: ignore[misc]
 
     def load(self) -> Flask:
         from web.app import create
+        from web.transports.edge import closable
 
         gateway = build(self.settings)
         gateway.subscriber.start()
-        return create(gateway)
+        gateway.backlog.start()
+        app = create(gateway)
+        app.wsgi_app = closable(app.wsgi_app)  # type: ignore[method-assign]
+        return app
 
 
 def build(settings: Settings) -> Gateway:
@@ -78,6 +85,7 @@ def build(settings: Settings) -> Gateway:
     from web.admission import Admission, queue_bounds
     from web.app import Gateway
     from web.auth import Gate
+    from web.history import STATEMENT_MS
     from web.render import for_model
     from web.subscriber import Subscriber
 
@@ -86,7 +94,15 @@ def build(settings: Settings) -> Gateway:
     gateway_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(4)}"
     bounds = {name: queue_bounds(model) for name, model in models.items()}
     home_ms = GATEWAY_LEASE_MS + int(settings.lost_s * 1000)
-    subscriber = Subscriber(store, settings.redis_url, models, gateway_id, bounds=bounds, home_ms=home_ms)
+    subscriber = Subscriber(
+        store,
+        settings.redis_url,
+        models,
+        gateway_id,
+        bounds=bounds,
+        home_ms=home_ms,
+        keepalive_s=settings.keepalive_s,
+    )
     renderers = {name: OffHub(for_model(model, settings.data)) for name, model in models.items()}
     return Gateway(
         catalog=models,
@@ -94,8 +110,14 @@ def build(settings: Settings) -> Gateway:
         gate=Gate(store, postgres.connect(settings.database_url), keys.pepper(settings)),
         admission=Admission(models, store, subscriber, renderers, salt=salt(settings), off_hub=off_hub),
         subscriber=subscriber,
+        keepalive_s=settings.keepalive_s,
+        upload_s=settings.upload_s,
         chat_keepalive=settings.chat_keepalive,
         chat_ids=settings.chat_ids,
+        origins=frozenset(one.strip().rstrip("/").lower() for one in settings.origins.split(",") if one.strip()),
+        key_sockets=settings.key_sockets,
+        stalled_s=settings.stalled_s,
+        database=postgres.connect(settings.database_url, statement_ms=STATEMENT_MS),
     )
 
 
@@ -105,21 +127,37 @@ def salt(settings: Settings) -> bytes:
 
 
 class OffHub:
-    """A renderer that does long prompts in gevent's thread pool, so that they stop no stream."""
+    """A renderer that does long work in gevent's thread pool, so that it stops no stream."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
+        self.vocabulary = renderer.vocabulary
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        import gevent
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), template: Mapping[str, Any] = {}
+    ) -> list[int]:
+        from web.render import is_long
 
-        if sum(len(message.content) for message in messages) < SHORT_PROMPT:
-            return self.renderer.render(messages)
-        ids: list[int] = gevent.get_hub().threadpool.apply(self.renderer.render, (messages,))
+        long = is_long(SHORT_PROMPT, messages, tools, template)
+        ids: list[int] = _done(long, self.renderer.render, messages, tools, template)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.renderer.decode(token_ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        ids: list[int] = _done(len(text) > SHORT_PROMPT, self.renderer.encode, text, special=special)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        text: str = _done(len(token_ids) > SHORT_PROMPT, self.renderer.decode, token_ids, special=special)
+        return text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        pieces: list[str] = _done(len(token_ids) > SHORT_PROMPT, self.renderer.pieces, token_ids)
+        return pieces
+
+
+def _done(long: bool, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Work on the spot, or off the hub where there is much of it."""
+    return off_hub(partial(work, **options), *args) if long else work(*args, **options)
 
 
 def off_hub(work: Callable[..., Any], *args: Any) -> Any:
@@ -160,9 +198,10 @@ def _count_out(worker: Any, request: Any, environ: Any, response: Any) -> None:
 def drain(gateway: Gateway, limit_s: float, active: Callable[[], int]) -> None:
     """Take nothing new; say goodbye to idle sockets at once, to others when their answer is out or time is up.
 
-    Returns when no request is active, or when time is up.
+    Returns when no request is active, or when time is up. What is still open then is not cancelled: it goes on, and its
+    client may come back for it at another gateway for a while.
     """
-    from web.transports.sockets import GOING_AWAY
+    from web.transports.safe_socket import GOING_AWAY, RESTART
 
     gateway.admission.draining = True
     deadline = time.monotonic() + limit_s
@@ -170,8 +209,9 @@ def drain(gateway: Gateway, limit_s: float, active: Callable[[], int]) -> None:
         for sock in [sock for sock in list(gateway.sockets) if sock.idle]:
             sock.close(GOING_AWAY, "this gateway is shutting down")
         time.sleep(0.1)
+    gateway.subscriber.leaving = True
     for sock in list(gateway.sockets):
-        sock.close(GOING_AWAY, "this gateway is shutting down")
+        sock.close(GOING_AWAY if sock.idle else RESTART, "this gateway is shutting down")
 
 
 def main() -> None:

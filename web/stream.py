@@ -17,12 +17,13 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
 from core.errors import ForebayError, RequestFailed
 from core.outlook import Starting
-from core.stream.frames import Delta, cut_of
+from core.stream.frames import Delta, Logprob, Run, cut_of
 from core.stream.log import Output
 from core.telemetry import logs, metrics
 from core.values import ANSWERED, Ending, Request
@@ -40,6 +41,8 @@ class Text(msgspec.Struct, frozen=True, gc=False):
 
     text: str
     offset: int  #: tokens of the output up to and with this text
+    kind: str = "text"  #: as in core/stream/frames.py
+    logprobs: tuple[Logprob, ...] = ()  #: of the tokens since the last one
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Stream:
         self.request, self.attached = request, attached
         self.accepted = False  #: the queue has it; until then `watch` does not ask
         self.view = b""  #: how to show it again, as it is put down with it
+        self.leave: Callable[[], bool] | None = None  #: of one with several readers: this one goes; are there others?
         self.settled = False  #: its ending was accounted for, perhaps by an earlier reader
         self.put_back = False  #: what the store lost of its output is there again, but not itself: its queue is full
         self.attempt = 0  #: the newest known; older ones are fenced
@@ -105,6 +109,10 @@ class Stream:
         self.ending: Ending | None = None
         self._lost, self._lock = lost, threading.Lock()
         self._text, self._chars = io.StringIO(), 0  #: delivered so far
+        self._kind = ""  #: of its last run
+        self._begins: list[tuple[int, int, str]] = []  #: of each run: its first character, its first token, its kind
+        self._logprobs: list[Logprob] = []  #: of each token, if they were asked for
+        self._told = 0  #: of these, put
         self._shown = 0  #: tokens up to the last text
         self._follows = 0  #: the attempt that is relayed
         self._live = -1  #: the same, while its next delta can be relayed as it comes
@@ -127,15 +135,38 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """Delivered so far."""
+        """Delivered so far, whatever kind of characters."""
         return self._text.getvalue()
+
+    @property
+    def runs(self) -> list[Run]:
+        """The same, by kind."""
+        if not self._begins:
+            return []
+        text, ends = self.text, [*self._begins[1:], (self._chars, len(self.tokens), "")]
+        return [
+            Run(kind, text[at:end], tuple(self._logprobs[token:last]))
+            for (at, token, kind), (end, last, _) in zip(self._begins, ends, strict=True)
+        ]
+
+    def delivered(self) -> list[Delta]:
+        """The same, to be saved: all tokens with the first run."""
+        tokens, logprobs, at = tuple(self.tokens), tuple(self._logprobs), 0
+        deltas: list[Delta] = []
+        for run in self.runs or [Run("text", "")]:
+            offset = len(self.tokens) - len(tokens)
+            deltas.append(
+                Delta(self.request.id, self.attempt, offset, tokens, run.text, at, run.kind, logprobs=logprobs)
+            )
+            tokens, logprobs, at = (), (), at + len(run.text)
+        return deltas
 
     # --- the pump's side
 
     def take(self, delta: Delta) -> None:
         """A delta of this request."""
         if delta.attempt == self._live and delta.offset == len(self.tokens) and delta.at == self._chars:
-            self._relay(delta.tokens, delta.text)
+            self._relay(delta.tokens, delta.text, delta.kind, delta.logprobs)
             return
         with self._lock:
             self._take(delta)
@@ -180,7 +211,7 @@ class Stream:
         if (delta.offset, delta.at) != (offset, at):
             metrics.stream_fenced.inc()
         elif self._repeated is None:
-            self._relay(delta.tokens, delta.text)
+            self._relay(delta.tokens, delta.text, delta.kind, delta.logprobs)
         else:
             self._compare(delta)
         return True
@@ -190,17 +221,27 @@ class Stream:
         """Where the attempt that is followed is in the output."""
         return self._repeated or (len(self.tokens), self._chars)
 
-    def _relay(self, tokens: tuple[int, ...], text: str) -> None:
+    def _relay(self, tokens: tuple[int, ...], text: str, kind: str, logprobs: tuple[Logprob, ...]) -> None:
         if tokens and not self.tokens and not self.attached:
             metrics.request_ttft_seconds.labels(self.request.model).observe(time.monotonic() - self._opened_s)
+        if text and kind != self._kind:
+            self._kind = kind
+            self._begins.append((self._chars, len(self.tokens) if self._begins else 0, kind))
         self.tokens.extend(tokens)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         if text:
             self._chars += len(text)
             self._text.write(text)
             self._shown = len(self.tokens)
             if self._read:
-                self._events.put(Text(text, self._shown))
+                self._events.put(Text(text, self._shown, kind, self._fresh_logprobs() if self._logprobs else ()))
         self._count(len(tokens))
+
+    def _fresh_logprobs(self) -> tuple[Logprob, ...]:
+        fresh = tuple(self._logprobs[self._told :])
+        self._told = len(self._logprobs)
+        return fresh
 
     def _settle(self) -> None:
         """Whether the next delta may be relayed as it comes."""
@@ -224,6 +265,7 @@ class Stream:
         """What we have beyond the cut is dropped if it was not shown, and compared if it was."""
         if self.request.stream:
             del self.tokens[max(cut, self._shown) :]
+            del self._logprobs[max(cut, self._shown) :]
         elif not cut or len(self.tokens) > cut:
             self._forget(cut, at)
         self._follows = attempt
@@ -233,13 +275,16 @@ class Stream:
 
     def _forget(self, cut: int, at: int) -> None:
         """Nothing has reached the client, so the answer may be another one from here on."""
-        del self.tokens[cut:]
+        del self.tokens[cut:], self._logprobs[cut:]
         self._text.seek(at)
         self._text.truncate()
-        self._chars, self._shown = at, cut
+        self._chars, self._shown, self._told = at, cut, 0
+        self._begins = [begin for begin in self._begins if begin[0] < at]
+        self._kind = self._begins[-1][2] if self._begins else ""
         self._put(Again())
-        if at:
-            self._put(Text(self.text, cut))
+        for run in self.runs:
+            self._put(Text(run.text, cut, run.kind, run.logprobs))
+        self._told = len(self._logprobs)
 
     def _compare(self, delta: Delta) -> None:
         """What an attempt repeats must be what was shown; what follows it is new."""
@@ -249,7 +294,8 @@ class Stream:
         if array("I", delta.tokens[:known]) != self.tokens[offset : end[0]]:
             self._differ()
             return
-        self._relay(delta.tokens[known:], delta.text[max(0, self._chars - at) :])
+        text = delta.text[max(0, self._chars - at) :]
+        self._relay(delta.tokens[known:], text, delta.kind, delta.logprobs[known:])
         self._repeated = end if end != (len(self.tokens), self._chars) else None
 
     def _differ(self) -> None:
@@ -346,6 +392,8 @@ class Stream:
     def _is_whole(self, ending: Ending) -> bool:
         if ending.outcome not in ANSWERED:
             return not (self.attached and self._filling)
+        if self.request.task == "embed":  # it has no tokens to be counted
+            return len({kind for _, _, kind in self._begins}) >= self.request.width
         if ending.usage.output_tokens == 0 and not self.tokens:
             return True
         follows = self._follows == ending.attempt and self._repeated is None
@@ -395,6 +443,8 @@ class Stream:
         self.over, self._kept, self._live = True, [], -1
         if isinstance(last, Ended):
             self.ending = last.ending
+            if self._told < len(self._logprobs):  # of tokens without a character
+                self._put(Text("", len(self.tokens), self._kind or "text", self._fresh_logprobs()))
         self._put(last)
 
     # --- what the watch sees
@@ -406,13 +456,13 @@ class Stream:
             self._waits = said
             self._put(Waiting(place, estimate_ms, worker))
 
-    def keep_alive(self, now_s: float) -> None:
-        """Say Idle after KEEPALIVE_S of silence. Called by the watch: a time-out of the reader's own would cost a
+    def keep_alive(self, now_s: float, every_s: float = KEEPALIVE_S) -> None:
+        """Say Idle after so much silence. Called by the watch: a time-out of the reader's own would cost a
         timer for every token."""
         said = (len(self.tokens), self._waits)
         if not self._events.empty() or self._said != said:
             self._said, self._spoke_s = said, now_s
-        elif now_s - self._spoke_s >= KEEPALIVE_S:
+        elif now_s - self._spoke_s >= every_s:
             self._spoke_s = now_s
             self._put(Idle())
 
@@ -432,15 +482,20 @@ class Stream:
                 return None
         if not isinstance(event, Text) or self._events.empty():
             return event
-        texts = [event.text]
+        texts = [event]
         while not self._events.empty():
             after = self._events.get()
-            if not isinstance(after, Text):
+            if not isinstance(after, Text) or after.kind != event.kind:
                 self._next = after
                 break
-            texts.append(after.text)
-            event = after
-        return Text("".join(texts), event.offset)
+            texts.append(after)
+        return event if len(texts) == 1 else _merged(texts)
+
+
+def _merged(texts: list[Text]) -> Text:
+    last = texts[-1]
+    logprobs = tuple(chain.from_iterable(text.logprobs for text in texts))
+    return Text("".join([text.text for text in texts]), last.offset, last.kind, logprobs)
 
 
 def _nothing(tokens: int) -> None:

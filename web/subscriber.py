@@ -27,7 +27,7 @@ from core.stream.log import Output, gateway_channel, logged, publish, save, save
 from core.telemetry import logs, metrics
 from core.values import Request
 from tasks.queue import GATEWAY_LEASE_MS, LOST_MS, WATCH_MAX, Bounds, Queue, Seen, Watched, generation
-from web.stream import Stream
+from web.stream import KEEPALIVE_S, Stream
 
 log = logs.get(__name__)
 
@@ -50,6 +50,8 @@ FILL_PAUSES_S = (0.25, 1.0)
 #: Streams that are filled in one exchange.
 FILL_MAX = 256
 
+#: How often a stream that is open elsewhere too is read from what is saved and logged, seconds.
+FOLLOW_S = 0.25
 #: Pause after each reading of a model's logs for clients that look, seconds. One takes up to 20 ms from all streams,
 #: and a client may look as often as it likes; those who come meanwhile share the next.
 REST_S = 0.1
@@ -69,15 +71,19 @@ class Subscriber:
         *,
         bounds: Mapping[str, Bounds] | None = None,
         home_ms: int = GATEWAY_LEASE_MS + LOST_MS,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         """`bounds`: model -> what may wait for it, where that is not the queue's own default. `home_ms`: a gateway that
-        has been silent for so long is given up, with what is open there."""
+        has been silent for so long is given up, with what is open there. `keepalive_s`: how long a stream
+        may have nothing to say before it says that."""
+        self.keepalive_s = keepalive_s
         self.store, self.redis_url, self.gateway = store, redis_url, gateway
         told = bounds or {}
         self.queues: Mapping[str, Queue] = {
             model: Queue(model, told.get(model, Bounds()), home_ms=home_ms) for model in models
         }
         self.streams: dict[str, Stream] = {}
+        self.followed: set[Stream] = set()  #: read here, open elsewhere, or at another reader here
         self.listening = threading.Event()
         self.watched: dict[str, Watched] = {}  #: model -> what its queue last said
         self.paces: dict[str, Pace] = {model: Pace() for model in self.queues}
@@ -86,6 +92,7 @@ class Subscriber:
         self.account: Callable[[Stream], None] = lambda stream: None  #: for one that ended without a reader
         self._lingering: dict[Stream, float] = {}  #: -> until when, seconds
         self._abandoned: dict[str, str] = {}  #: request -> model
+        self.leaving = False  #: this gateway is about to end: what is open here is left to another
         self._closed = False
         self._heard_s = self._echoed_s = time.monotonic()
 
@@ -108,8 +115,7 @@ class Subscriber:
         if seen.state == "unknown":
             return None
         if (before := self.streams.get(request.id)) is not None:
-            self._lingering.pop(before, None)
-            before.move()
+            self._pass_on(before, lingering=self._lingering.pop(before, None) is not None)
         # What came before this is in the log, from which it is filled; an ending the watch will find.
         stream = self._register(Stream(request, self.filler.ask, attached=True))
         stream.view = view
@@ -119,20 +125,23 @@ class Subscriber:
         self.filler.ask(stream)
         return stream
 
-    def close(self, stream: Stream) -> None:
-        """Nobody reads it any more. A request that has not ended is cancelled, or goes on for its reader to return."""
+    def close(self, stream: Stream, *, linger_ms: int = 0) -> None:
+        """Nobody reads it any more. A request that has not ended is cancelled, or goes on for its reader to return, or
+        for others (`linger_ms`)."""
+        self.followed.discard(stream)
         if self.streams.get(stream.request.id) is not stream or stream in self._lingering:
             return
         over = stream.ended or stream.moved or stream.failed
-        if stream.request.linger_ms and stream.accepted and not over:
-            self._linger(stream)
+        linger_ms = max(linger_ms, stream.request.linger_ms)
+        if linger_ms and stream.accepted and not over:
+            self._linger(stream, linger_ms)
         else:
             self._drop(stream)
 
-    def cancel(self, request_id: str, model: str) -> None:
-        """Cancel now, or as soon as the store is back."""
+    def cancel(self, request_id: str, model: str, *, anywhere: bool = False) -> None:
+        """Cancel now, or as soon as the store is back. `anywhere`: also if its stream is open elsewhere."""
         try:
-            self.store.run(self.queues[model].cancel(request_id, self.gateway))
+            self.store.run(self.queues[model].cancel(request_id, "" if anywhere else self.gateway))
         except (*AWAY, RedisError):
             while len(self._abandoned) >= ABANDONED_MAX:
                 self._abandoned.pop(next(iter(self._abandoned)))
@@ -159,14 +168,23 @@ class Subscriber:
     def _drop(self, stream: Stream) -> None:
         del self.streams[stream.request.id]
         metrics.stream_open.set(len(self.streams))
-        if not stream.ended and not stream.moved:
+        if not stream.ended and not stream.moved and not self.leaving:
             self.cancel(stream.request.id, stream.request.model)
 
-    def _linger(self, stream: Stream) -> None:
+    def _pass_on(self, stream: Stream, *, lingering: bool = False) -> None:
+        """It is open elsewhere now. A reader who shares it reads on from what is saved; another is told to go."""
+        if stream.leave is None or lingering:
+            stream.move()
+            return
+        if self.streams.get(stream.request.id) is stream:
+            del self.streams[stream.request.id]
+        self.followed.add(stream)
+
+    def _linger(self, stream: Stream, linger_ms: int) -> None:
         if len(self._lingering) >= LINGERING_MAX:
             self._end_lingering(self._crowded())
         stream.linger()
-        self._lingering[stream] = time.monotonic() + stream.request.linger_ms / 1000
+        self._lingering[stream] = time.monotonic() + linger_ms / 1000
 
     def _end_lingering(self, stream: Stream) -> None:
         if self._lingering.pop(stream, None) is not None and self.streams.get(stream.request.id) is stream:
@@ -183,7 +201,7 @@ class Subscriber:
 
     def start(self) -> None:
         """Start the loops as threads (greenlets, under gevent)."""
-        for loop in (self.pump, self._watch_forever, self._fill_forever):
+        for loop in (self.pump, self._watch_forever, self._fill_forever, self._follow_forever):
             threading.Thread(target=self._supervise, args=(loop,), name=loop.__name__, daemon=True).start()
 
     def stop(self) -> None:
@@ -202,6 +220,38 @@ class Subscriber:
         while not self._closed:
             self.filler.wait(WATCH_S)
             self.filler.fill()
+
+    # --- streams that are open elsewhere
+
+    def _follow_forever(self) -> None:
+        while not self._closed:
+            time.sleep(FOLLOW_S)
+            try:
+                self.follow()
+            except (*AWAY, RedisError) as e:
+                log.warning("follow_failed", error=repr(e))
+
+    def follow(self) -> None:
+        """Tell the readers of streams that are open elsewhere what there is."""
+        self.followed -= {stream for stream in list(self.followed) if stream.over}
+        for model in self.queues:
+            streams = [stream for stream in list(self.followed) if stream.request.model == model]
+            for start in range(0, len(streams), FILL_MAX):
+                self._follow(model, streams[start : start + FILL_MAX])
+
+    def _follow(self, model: str, streams: Sequence[Stream]) -> None:
+        ids = [stream.request.id for stream in streams]
+        # The state first: of what has ended the output is whole then.
+        seen: list[Seen] = self.store.run_all([self.queues[model].peek(one) for one in ids])
+        for stream, one, output in zip(streams, seen, self.filler.found(model, ids), strict=True):
+            if one.state == "unknown":
+                stream.fail(RequestFailed("The queue lost this request. Please retry."))
+                continue
+            stream.fence(one.attempt)
+            _filled(stream, output)
+            if one.ending is not None:
+                stream.end(one.ending)
+            time.sleep(0)  # the pump's turn
 
     # --- the pump
 
@@ -268,8 +318,8 @@ class Subscriber:
         while not self._closed:
             time.sleep(WATCH_S)
             now_s = time.monotonic()
-            for stream in list(self.streams.values()):
-                stream.keep_alive(now_s)
+            for stream in [*self.streams.values(), *self.followed]:
+                stream.keep_alive(now_s, self.keepalive_s)
             self.end_lingerers(now_s)
             self.watch()
 
@@ -328,7 +378,7 @@ class Subscriber:
             case "unknown":
                 self._enqueue_again(stream)
             case "elsewhere":
-                stream.move()
+                self._pass_on(stream)
             case "waiting":
                 model = stream.request.model
                 stream.waits(seen.place, self.estimate_ms(model, seen.place), self.starting.get(model))
@@ -347,8 +397,7 @@ class Subscriber:
         shown = bool(stream.tokens)
         if shown and not stream.put_back:
             stream.fence(stream.attempt + 1)  # its worker does not know yet that it lost it
-            relayed = Delta(request.id, stream.attempt, 0, tuple(stream.tokens), stream.text, 0)
-            self.store.run_all(save(request.model, relayed))
+            self.store.run_all(save(request.model, *stream.delivered()))
             stream.put_back = True
         task = generation(request, stream.view)
         again = self.store.run(self.queues[request.model].enqueue(task, attempt=stream.attempt, shown=shown))

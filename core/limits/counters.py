@@ -26,7 +26,7 @@ from typing import Any
 from core.limits.scopes import Limit
 from core.redis import Call, command, scripts, tag
 
-_SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=(), verbs=("reserve", "progress", "settle"))
+_SCRIPTS = scripts(Path(__file__).with_name("lua"), shared=(), verbs=("reserve", "progress", "settle", "used"))
 
 #: Seconds a settled hold is remembered, so that a repeat is told from a stranger.
 REMEMBER_S = 3600
@@ -52,6 +52,16 @@ class Refused:
     limit: Limit
     reason: str  #: "requests" or "concurrency"
     retry_after_ms: int | None  #: None: when a running request ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """What a scope has used in the last 60 s, and has open."""
+
+    requests: int
+    tokens: int
+    open: int
+    reset_ms: int  #: until the oldest of these requests is counted no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +92,11 @@ def settle(org_id: str, request_id: str, scopes: Sequence[str], used_tokens: int
     """Close a hold. True the first time, False ever after."""
     args = (request_id, used_tokens, REMEMBER_S)
     return Call(script=_SCRIPTS["settle"], keys=_keys(org_id, request_id, scopes), args=args, reply=bool)
+
+
+def used(org_id: str, scope: str) -> Call[Used]:
+    """What a scope has used. Changes nothing."""
+    return Call(script=_SCRIPTS["used"], keys=(_used(org_id, scope),), reply=_read)
 
 
 def open_before(org_id: str, at_ms: int, *, page: int = 0) -> Call[list[str]]:
@@ -124,6 +139,11 @@ def _reserved(raw: list[Any], limits: Sequence[Limit]) -> Reserved | Refused:
         return Reserved(requests_limit=None, requests_left=None, reset_ms=0)
     most, requests_left, reset_ms = min(left, key=lambda one: one[1])
     return Reserved(requests_limit=most, requests_left=requests_left, reset_ms=reset_ms)
+
+
+def _read(raw: list[int]) -> Used:
+    requests, tokens, running, reset_ms = raw
+    return Used(requests=requests, tokens=tokens, open=running, reset_ms=reset_ms)
 
 
 def _held(raw: list[bytes | None]) -> Held | None:

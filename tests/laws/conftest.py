@@ -25,6 +25,49 @@ def _platform() -> Iterator[Platform]:
             database.stop()
 
 
+#: One worker with two places, at 25 tokens a second; a prompt is read at 1,000: there is time to look at each stage.
+SLOW = """
+[models.scripted]
+tokenizer = "bytes"
+context_tokens = 8192
+max_output_tokens = 1024
+slots = 2
+workers = { min = 1, max = 1 }
+[models.scripted.step]
+base_ms = 40.0
+sequence_ms = 0.0
+prefill_ms = 1.0
+"""
+#: The edge's times, scaled down: a proxy's 30 s and 55 s are 3 s and 5.5 s here.
+SOON = {
+    "FOREBAY_KEEPALIVE_S": "1.5",
+    "FOREBAY_UPLOAD_S": "2",
+    "FOREBAY_STALLED_S": "2",
+    "FOREBAY_DRAIN_S": "2",
+    "FOREBAY_LOST_S": "20",
+}
+
+
+@pytest.fixture(scope="session")
+def _slow() -> Iterator[Platform]:
+    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder)
+        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
+        try:
+            yield from platforms.start(data, valkey.url, database.url, catalog=SLOW, environ=SOON)
+        finally:
+            valkey.stop()
+            database.stop()
+
+
+@pytest.fixture
+def slow(_slow: Platform) -> Iterator[Platform]:
+    """A platform that is slow enough to be looked at on the way, and whose edge has short times."""
+    platforms.until(lambda: len(_slow.workers()) == 1, "its worker")
+    yield _slow
+    _slow.quiet()
+
+
 @pytest.fixture
 def platform(_platform: Platform) -> Iterator[Platform]:
     """The platform, with both its workers ready; afterwards nothing may be left in it."""

@@ -52,7 +52,7 @@ def costs_nothing(platform: Platform) -> Any:
         ({"max_tokens": 10**6}, 400, "max_tokens"),
         ({"temperature": 9}, 400, "temperature"),
         ({"stream": "yes"}, 400, "stream"),
-        ({"n": 2}, 400, "n"),
+        ({"n": 17}, 400, "n"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
     ],
 )

@@ -6,20 +6,27 @@ every token of every stream, however many workers made it.
 
 from __future__ import annotations
 
+import json
 import signal
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
+import pytest
 
 from core.redis import tag
 from core.values import Caller, Request, Sampling
+from ops import stores
+from tests import platform as platforms
 from tests.laws.test_faults import greedy_text, running, stream_text, text_of
 from tests.platform import MODEL, Platform, kill, until
-from workers.scripted import script_seed
+from workers.scripted import REASONING_TOKENS, script_seed
 
 #: About three seconds on the scripted engine.
 LONG = 600
@@ -168,3 +175,91 @@ def test_nothing_is_left_behind_but_what_expires(platform: Platform) -> None:
     assert store.exists(f"{prefix}output:{told[0]}") and not store.exists(f"{prefix}body:{told[0]}")
     row = msgspec.msgpack.decode(store.hget(prefix + "rows", told[0]))  # type: ignore[arg-type]
     assert set(row) == {"state", "attempt", "worker", "owner", "ending"}
+
+
+# --- what is not text
+
+
+#: Thinks before it answers, and calls; 50 tokens a second, so that each stage can be interrupted.
+THINKS = """
+[models.scripted]
+tokenizer = "bytes"
+context_tokens = 4096
+max_output_tokens = 256
+slots = 32
+workers = { min = 2, max = 2 }
+[models.scripted.engine]
+tool_parser = "scripted"
+reasoning_parser = "scripted"
+[models.scripted.step]
+base_ms = 20.0
+sequence_ms = 0.0
+prefill_ms = 0.0
+"""
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "minLength": 60}}, "required": ["city"]}
+CALLED = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}],
+    "max_tokens": 200,
+}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Platform]:
+    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder)
+        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
+        try:
+            yield from platforms.start(data, valkey.url, database.url, catalog=THINKS, gateways=1)
+        finally:
+            valkey.stop()
+            database.stop()
+
+
+def part_of(delta: Any) -> tuple[str, str]:
+    """Which part of an answer a chunk has, and its characters."""
+    if calls := delta.tool_calls:
+        name = calls[0].function.name
+        return ("name", name) if name else ("arguments", calls[0].function.arguments)
+    if thought := getattr(delta, "reasoning_content", None):
+        return "reasoning", thought
+    return "text", delta.content or ""
+
+
+@pytest.mark.parametrize("killed_at", ["reasoning", "name", "arguments"])
+def test_a_call_outlives_its_worker_wherever_it_is_killed(thinker: Platform, killed_at: str) -> None:
+    """In the middle of thinking, of a name, of arguments: what the client adds up is what an unbroken run says."""
+    until(lambda: len(thinker.workers()) == 2, "two workers")
+    parts: dict[str, str] = defaultdict(str)
+    ids, names, ends = [], [], []
+    create: Any = thinker.client().chat.completions.create
+    with create(**CALLED, stream=True) as chunks:
+        for chunk in chunks:
+            [choice] = chunk.choices
+            part, text = part_of(choice.delta)
+            if part == killed_at and not parts[part]:
+                [request_id] = running(thinker)
+                thinker.worker_running(request_id).kill()
+            parts[part] += text
+            ids += [call.id for call in choice.delta.tool_calls or [] if call.id]
+            names += [text] if part == "name" else []
+            ends += [choice.finish_reason] if choice.finish_reason else []
+
+    row = thinker.usage_of(request_id)
+    assert thinker.rows()[request_id].attempt == 2
+    assert (len(ids), names, ends) == (1, ["get_weather"], ["tool_calls"])
+    assert json.loads(parts["arguments"]) == {"city": "abc" * 20}
+    assert parts["reasoning"] == sampled_thought(request_id) and not parts["text"]
+    assert (row["outcome"], row["attempt"]) == ("completed", 2)
+    output = f"..{parts['reasoning']}...get_weather{parts['arguments']}"
+    assert row["output_tokens"] == len(output), "and the five marks"
+
+
+def sampled_thought(request_id: str) -> str:
+    request = Request(
+        id=request_id, model=MODEL, caller=Caller(org_id="", project_id="", key_id=""), gateway="",
+        prompt_token_ids=[], sampling=Sampling(max_tokens=1),
+    )  # fmt: skip
+    return text_of(script_seed(request) ^ 1, REASONING_TOKENS)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import gevent
 import msgspec
 import orjson
-from flask import Response, request
+from flask import Response, current_app, g, jsonify, request
 from gevent import monkey
+from gunicorn.http.errors import NoMoreData, ParseException
 
-from core.accounts.keys import KeyRecord
-from core.errors import BadRequest, ForebayError, NotFound, RequestFailed
+from core.errors import BadFraming, BadRequest, ForebayError, RequestFailed, TooSlow, WrongForm
 from core.outlook import Starting
+from core.stream.frames import Run
 from core.telemetry import logs
 from core.values import Ending
-from web.admission import Admission, Kept
-from web.dialects import responses
-from web.dialects.framing import ResponsesFraming
-from web.stream import Again, Broken, Ended, Idle, Running, Stream, Text, Waiting
+from web.admission import Admission
+from web.dialects import messages
+from web.stream import KEEPALIVE_S, Broken, Ended, Idle, Running, Stream, Text, Waiting
+from web.transports.idempotency import fingerprint
 
 log = logs.get(__name__)
 
@@ -31,6 +33,15 @@ BODY_MAX = 4 * 2**20
 #: How soon a client's going away is seen, seconds.
 GONE_S = 0.25
 
+#: How long the upload of a body may take, seconds.
+UPLOAD_S = 60.0
+#: The header by which a client asks for a status and a first byte at once, though it does not stream.
+EARLY = "X-Forebay-Early"
+#: How often such an answer shows that it lives, as a part of what a stream does: the shortest time-outs are its.
+EARLY_PART = 2 / 3
+#: The header with which a client says that a request is the one it sent before, if it is.
+ONCE = "Idempotency-Key"
+
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -38,13 +49,35 @@ def body() -> object:
     """The request's JSON body.
 
     Raises:
-      BadRequest: it is not JSON. (One that is too large is refused by Flask: MAX_CONTENT_LENGTH.)
+      BadRequest: it is not JSON, broke off, or took too long. (One that is too large is refused by Flask:
+        MAX_CONTENT_LENGTH.)
     """
-    raw = request.get_data(cache=False)
+    if request.content_encoding not in (None, "", "identity") or request.mimetype.startswith("multipart/"):
+        raise WrongForm
+    raw = _uploaded()
+    if (key := request.headers.get(ONCE)) is not None:
+        g.once = (key, fingerprint(request.path, raw))
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise BadRequest(f"The body is not valid JSON: {e}.", code="invalid_json") from None
+
+
+def _uploaded() -> bytes:
+    """The bytes of the body. Outside of gunicorn nothing bounds their time."""
+    try:
+        with gevent.Timeout(_upload_s() if "gunicorn.socket" in request.environ else None, TooSlow):
+            raw = request.get_data(cache=False)
+    except (NoMoreData, ParseException) as e:
+        raise BadFraming(f"The body is not well-formed: {e}.") from None
+    if len(raw) < (request.content_length or 0):
+        raise BadFraming("The body is shorter than its Content-Length.")
+    return raw
+
+
+def _upload_s() -> float:
+    within_s: float = current_app.extensions["forebay"].upload_s
+    return within_s
 
 
 class Framing(Protocol):
@@ -54,7 +87,7 @@ class Framing(Protocol):
     def waiting(self, place: int, estimate_ms: int | None, worker: Starting | None) -> list[Any]: ...
     def idle(self) -> list[Any]: ...
     def running(self) -> list[Any]: ...
-    def text(self, text: str) -> Iterable[Any]: ...
+    def text(self, piece: Text) -> Iterable[Any]: ...
     def ending(self, ending: Ending) -> list[Any]: ...
     def failure(self, error: ForebayError) -> list[Any]: ...
 
@@ -66,7 +99,7 @@ def events(stream: Stream, framing: Framing) -> Iterator[Any]:
         event = stream.next()
         match event:
             case Text():
-                yield from framing.text(event.text)
+                yield from framing.text(event)
             case Idle():
                 yield from framing.idle()
             case Waiting():
@@ -81,60 +114,102 @@ def events(stream: Stream, framing: Framing) -> Iterator[Any]:
                 return
 
 
-def resumed(admission: Admission, caller: KeyRecord, response_id: str, after: int) -> tuple[Stream, ResponsesFraming]:
-    """The stream of a response, brought here for a client that has everything up to a cursor.
-
-    Raises:
-      NotFound, Gone: there is no such response for this caller.
-      BadRequest: the cursor lies beyond its end, or it is not streamed.
-    """
-    kept = recalled(admission, caller, response_id)
-    if not kept.view.stream:
-        raise BadRequest("Only a response that was created with stream=true can be streamed.", param="stream")
-    responses.check_cursor(after, len(kept.text), kept.seen.state == "ended")
-    framing = ResponsesFraming(kept.request.id, kept.view, after=after, delivered=len(kept.text))
-    return admission.attach(kept), framing
-
-
-def recalled(admission: Admission, caller: KeyRecord, response_id: str) -> Kept:
-    """What is kept of a response.
-
-    Raises:
-      NotFound, Gone: there is no such response for this caller.
-    """
-    request_id = responses.request_id_of(response_id)
-    if request_id is None:
-        raise NotFound("There is no such response, or this key has not made it.")
-    return admission.recall(caller, request_id, "responses")
-
-
-def whole(stream: Stream) -> tuple[str, Ending]:
+def whole(stream: Stream) -> tuple[list[Run], Ending]:
     """Wait for the end of a request that is not streamed.
 
     Raises:
       ForebayError: it broke.
     """
-    texts: list[str] = []
     while True:
         match event := stream.next():
-            case Text():
-                texts.append(event.text)
-            case Again():
-                texts.clear()
             case Ended():
-                return "".join(texts), event.ending
+                return stream.runs, event.ending
             case Broken():
                 raise event.error
             case _:
                 continue
 
 
+def answer_whole(
+    admission: Admission,
+    stream: Stream,
+    framed: Callable[[list[Run], Ending], Any],
+    watch: DisconnectWatch,
+    *,
+    keepalive_s: float = KEEPALIVE_S,
+) -> Response:
+    """Answer with JSON when the request has ended; or with a status at once, if the client asks for it (EARLY)."""
+    if request.headers.get(EARLY, "0").lower() not in ("0", "false"):
+        chunks = _early(stream, framed, request.path, keepalive_s * EARLY_PART)
+        return _open_ended(admission, stream, chunks, watch, "application/json")
+    try:
+        with watch.over(stream, admission):
+            runs, ending = whole(stream)
+        return jsonify(framed(runs, ending))
+    finally:
+        admission.release(stream)
+
+
+def _early(stream: Stream, framed: Callable[[list[Run], Ending], Any], path: str, every_s: float) -> Iterator[bytes]:
+    """White space, which JSON may begin with, until the answer is there. Its status has gone out by then, so that of a
+    failure is in the body."""
+    yield b" "
+    due_s = time.monotonic() + every_s
+    while True:
+        match event := stream.next(max(due_s - time.monotonic(), 0.0)):
+            case Ended():
+                try:
+                    yield orjson.dumps(framed(stream.runs, event.ending))
+                except ForebayError as error:
+                    yield _failed(error, path, stream.request.id)
+                return
+            case Broken():
+                yield _failed(event.error, path, stream.request.id)
+                return
+        if time.monotonic() >= due_s:
+            yield b" "
+            due_s = time.monotonic() + every_s
+
+
+def _failed(error: ForebayError, path: str, request_id: str) -> bytes:
+    status, body = error_answer(error, path, request_id)
+    failed: bytes = orjson.dumps({**body, "status": status})
+    return failed
+
+
+def retry_headers(error: ForebayError) -> dict[str, str]:
+    """Whether to retry, and when."""
+    told = {"x-should-retry": "true" if error.retry else "false"}
+    if error.retry_after_ms is not None:
+        told["retry-after-ms"] = str(error.retry_after_ms)
+        told["retry-after"] = str(-(-error.retry_after_ms // 1000))
+    return told
+
+
+def is_anthropic(path: str) -> bool:
+    """The path of Anthropic's API, which has headers and errors of its own."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_answer(error: ForebayError, path: str, request_id: str) -> tuple[int, dict[str, Any]]:
+    """An error's status and body, in the words of the API that lives at a path."""
+    if is_anthropic(path):
+        return messages.error_body(error, request_id)
+    return error.status, {"error": error.envelope()}
+
+
 def sse(admission: Admission, stream: Stream, chunks: Iterator[bytes], watch: DisconnectWatch) -> Response:
     """Stream `chunks`, and let go of the request when they, or the client, end."""
+    return _open_ended(admission, stream, chunks, watch, "text/event-stream")
+
+
+def _open_ended(
+    admission: Admission, stream: Stream, chunks: Iterator[bytes], watch: DisconnectWatch, mimetype: str
+) -> Response:
     let_go = ExitStack()
     let_go.callback(admission.release, stream)
     let_go.enter_context(watch.over(stream, admission))
-    response = Response(chunks, mimetype="text/event-stream", headers=SSE_HEADERS)
+    response = Response(chunks, mimetype=mimetype, headers=SSE_HEADERS)
     # Not a `finally` in a generator: one that its server closes before the first chunk never runs.
     response.call_on_close(let_go.close)
     return response
@@ -201,7 +276,7 @@ class DisconnectWatch:
             if not stream.over:
                 log.info("client_gone", request_id=stream.request.id)
                 stream.break_off(RequestFailed("The client went away.", code="client_gone"))
-                admission.subscriber.close(stream)
+                admission.leave(stream)
 
 
 class _Watched:

@@ -1,13 +1,23 @@
-"""The WebSocket loop of Responses mode: commands in, events out, one request after the other on a connection.
+"""Responses mode over WebSocket: commands in, events out, lanes side by side (lanes.py decides whose turn it is).
 
-The handler reads; a second greenlet, alive only while there is work, answers. So a closed socket or a
-`response.cancel` is seen at once, whatever is being generated.
+The handler reads; what it starts is answered in greenlets of their own, one for each lane that is busy, and gone when
+there is no work. So a closed socket or a `response.cancel` is seen at once, whatever is being generated.
+
+`Sockets` looks after all of a process's connections once a second: pings, age, keys that were revoked, and their count.
+
+    1001  this gateway shuts down, or the connection is AGE_S old        the client connects again
+    1008  the key was revoked, or the client floods                      it does not
+    1009  a message is too large                                         clients fall back to HTTP on exactly this code
+    1011  a fault of ours                                                it connects again
+    1012  the gateway ended in the middle of an answer, which goes on:   `response.resume` at another gateway
+    1013  pings were not answered. One that reads nothing for SEND_S is dropped: no close frame can reach it
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections import deque
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,149 +25,267 @@ import msgspec
 import orjson
 import simple_websocket
 
+from core.accounts import keys, sockets
 from core.accounts.keys import KeyRecord
-from core.errors import BadRequest, ForebayError, RequestFailed
+from core.errors import (
+    BadRequest,
+    ForebayError,
+    LimitReached,
+    NotAllowed,
+    RequestFailed,
+    StoreDown,
+    Unavailable,
+    UnknownModel,
+)
+from core.redis import AWAY, Store
 from core.telemetry import logs
 from web.admission import Admission, new_id
-from web.dialects import responses
-from web.dialects.framing import Comment, ResponsesFraming, created_s
-from web.dialects.responses import Cancel, Create, Refused, ResponsesAnswer, Resume, Steer
+from web.dialects import commands, responses
+from web.dialects.commands import Cancel, Create, Refused, Resume, Steer
+from web.dialects.draft import Draft
+from web.dialects.events import ResponsesAnswer
+from web.dialects.framing import Comment, created_s
+from web.history import History
 from web.stream import Stream
-from web.transports.http import events, resumed
+from web.transports.http import events
+from web.transports.lanes import Conversation, Lane, Lanes, Recent
+from web.transports.safe_socket import GOING_AWAY, INTERNAL, POLICY
 
 log = logs.get(__name__)
 
-#: Creates that may wait on one connection. One more is refused.
-PENDING_MAX = 16
-GOING_AWAY = 1001
-TRY_LATER = 1013
+#: How old a connection may be, seconds; an answer that is under way then has AGE_GRACE_S more to be finished.
+AGE_S, AGE_GRACE_S = 3600.0, 300.0
+#: Sockets that one process holds: fewer than its connections, so that HTTP is served beside them.
+SOCKETS_MAX = 9_000
+#: How many a key may have open, if the settings do not say.
+KEY_SOCKETS = 100
+#: How often the sockets are looked after, seconds. A revoked key's are closed by the second look.
+LOOK_S = 1.0
+
+_TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+Asked = Create | Resume
 
 
 class Socket:
     """One connection."""
 
     def __init__(
-        self, ws: simple_websocket.Server, admission: Admission, caller: KeyRecord, linger_ms: int = 0
+        self,
+        ws: Any,
+        admission: Admission,
+        caller: KeyRecord,
+        linger_ms: int = 0,
+        *,
+        history: History | None = None,
+        model: str = "",
+        seat: str = "",
     ) -> None:
+        """`model`: the only one that may be used here. `seat`: what it is counted by."""
         self.ws, self.admission, self.caller, self.linger_ms = ws, admission, caller, linger_ms
-        self._pending: deque[Create | Resume] = deque()
+        self.history, self.model, self.seat = history or History(admission), model, seat
+        self._lanes: Lanes[Asked] = Lanes()
+        self._recent = Recent()
         self._lock = threading.Lock()
-        self._answering = False
-        self._running: Stream | None = None
+        self._running: dict[Lane, Stream] = {}
         self._closed = False
+        self._opened_s, self._aged = time.monotonic(), False
 
     @property
     def idle(self) -> bool:
-        return not self._answering
+        return self._lanes.idle
 
     def serve(self) -> None:
         """Read until the client is gone; then let go of what it asked for."""
         try:
             while True:
                 self._obey(self.ws.receive())
-        except simple_websocket.ConnectionClosed:
+        except (simple_websocket.ConnectionClosed, OSError):
             log.debug("socket_closed")
+        except Exception:  # a fault of ours: Flask would answer it with an HTTP status, on top of the frames
+            log.exception("socket_broken")
+            self.close(INTERNAL, "a fault of ours")
         finally:
             self._leave()
 
     def close(self, code: int, why: str) -> None:
-        """Say goodbye. The reader sees the close and lets go."""
+        """Say goodbye, and let go of what was asked for: at once, however long the client takes to answer."""
         try:
             self.ws.close(code, why)
         except (simple_websocket.ConnectionClosed, OSError):
             log.debug("socket_closed_first")
+        self._leave()
+
+    def tend(self, now_s: float) -> None:
+        """Ping it, and end it when it is too old. Called now and then; never waits."""
+        self.ws.tend(now_s)
+        age_s = now_s - self._opened_s
+        self._aged = age_s >= AGE_S
+        if self._aged and not self._closed and (self.idle or age_s >= AGE_S + AGE_GRACE_S):
+            self._closed = True
+            threading.Thread(target=self._retire, name="socket-retires", daemon=True).start()
+
+    def _retire(self) -> None:
+        self._send_quietly(commands.error_frame(_too_old()))
+        self.close(GOING_AWAY, "this connection is too old")
 
     # --- reading
 
     def _obey(self, frame: Any) -> None:
         if not isinstance(frame, str):
-            self._send(responses.error_frame(BadRequest("Send text frames with JSON in them.", code="invalid_json")))
+            self._send(commands.error_frame(BadRequest("Send text frames with JSON in them.", code="invalid_json")))
             return
-        match command := responses.parse_event(frame):
+        match command := commands.parse_event(frame):
             case Create() | Resume():
-                self._line_up(command)
+                self._line_up(command, len(frame))
             case Cancel():
                 self._cancel(command)
             case Steer():
-                self._send(responses.steer_failed(command))
+                self._send(commands.steer_failed(command))
             case Refused():
-                self._send(responses.error_frame(command.error, command.stream_id))
+                self._recent.failed(command.stream_id, command.previous)
+                self._send(commands.error_frame(command.error, command.stream_id))
 
-    def _line_up(self, asked: Create | Resume) -> None:
+    def _line_up(self, asked: Asked, size_bytes: int) -> None:
+        if self._aged:
+            self._send(commands.error_frame(_too_old(), asked.stream_id))
+            return
         with self._lock:
-            if len(self._pending) >= PENDING_MAX:
-                full = BadRequest("Too many responses wait on this connection.", code="websocket_stream_limit_reached")
-                self._send(responses.error_frame(full, asked.stream_id))
-                return
-            self._pending.append(asked)
-            if not self._answering:
-                self._answering = True
-                threading.Thread(target=self._answer_all, name="socket-answers", daemon=True).start()
+            verdict = self._lanes.ask(asked.stream_id, asked, size_bytes)
+        match verdict:
+            case "start":
+                self._start(asked)
+            case "too many lanes":
+                self._send(commands.error_frame(_too_many_lanes(), asked.stream_id))
+            case "flood":
+                self._send(commands.error_frame(_flooded(), asked.stream_id))
+                self.close(POLICY, "too many responses wait on this connection")
 
     def _cancel(self, cancel: Cancel) -> None:
-        running = self._running
-        if running is None or cancel.response_id != "resp_" + running.request.id.replace("-", ""):
-            unknown = BadRequest("No such response is running here.", param="response_id", code="response_not_found")
-            self._send(responses.error_frame(unknown, cancel.stream_id))
-            return
-        self.admission.subscriber.cancel(running.request.id, running.request.model)  # its ending tells the rest
+        for running in list(self._running.values()):
+            if cancel.response_id == "resp_" + running.request.id.replace("-", ""):
+                # Its ending tells the rest.
+                self.admission.subscriber.cancel(running.request.id, running.request.model)
+                return
+        unknown = BadRequest("No such response is running here.", param="response_id", code="response_not_found")
+        self._send(commands.error_frame(unknown, cancel.stream_id))
 
     def _leave(self) -> None:
         self._closed = True
         with self._lock:
-            self._pending.clear()
-        if (running := self._running) is not None:
-            running.break_off(RequestFailed("The client went away.", code="client_gone"))
-            self.admission.subscriber.close(running)
+            self._lanes.clear()
+            running = list(self._running.values())
+        for stream in running:
+            stream.break_off(RequestFailed("The client went away.", code="client_gone"))
+            self.admission.leave(stream)
 
     # --- answering
 
-    def _answer_all(self) -> None:
-        while True:
-            with self._lock:
-                if self._closed or not self._pending:
-                    self._answering = False
-                    return
-                asked = self._pending.popleft()
+    def _start(self, asked: Asked) -> None:
+        threading.Thread(target=self._answer_from, args=(asked,), name="socket-lane", daemon=True).start()
+
+    def _answer_from(self, asked: Asked) -> None:
+        """Answer this, and then what may begin after it."""
+        begins = [asked]
+        while begins:
+            asked, *others = begins
+            for other in others:
+                self._start(other)
             try:
                 self._answer(asked)
-            except ForebayError as refused:
-                self._send_quietly(responses.error_frame(refused, asked.stream_id))
-            except (simple_websocket.ConnectionClosed, OSError):
-                log.debug("answer_unheard")
-            except Exception:  # the outermost edge of this greenlet: the connection must learn of it
-                log.exception("answer_failed")
-                self._send_quietly(responses.error_frame(ForebayError(), asked.stream_id))
+            finally:
+                with self._lock:
+                    begins = self._lanes.done(asked.stream_id)
 
-    def _answer(self, asked: Create | Resume) -> None:
-        if isinstance(asked, Resume):
-            stream, framing = resumed(self.admission, self.caller, asked.response_id, asked.starting_after)
-            self._show(stream, events(stream, framing), asked.stream_id)
-        elif asked.generate:
-            draft = msgspec.structs.replace(asked.draft, linger_ms=self.linger_ms)
-            admitted = self.admission.admit(self.caller, draft, "websocket")
-            framing = ResponsesFraming(admitted.stream.request.id, draft)
-            self._show(admitted.stream, events(admitted.stream, framing), asked.stream_id)
-        else:
-            self._warm(asked)
-
-    def _show(self, stream: Stream, said: Iterator[Any], stream_id: str | None) -> None:
-        self._running = stream
+    def _answer(self, asked: Asked) -> None:
+        if self._closed:
+            return
         try:
-            if self._closed:
+            if isinstance(asked, Create):
+                self._create(asked)
+            else:
+                stream, framing = self.history.resumed(self.caller, asked.response_id, asked.starting_after)
+                self._show(stream, events(stream, framing), asked.stream_id)
+        except ForebayError as refused:
+            self._send_quietly(commands.error_frame(refused, asked.stream_id))
+        except (simple_websocket.ConnectionClosed, OSError):
+            log.debug("answer_unheard")
+        except Exception:  # the outermost edge of this greenlet: the connection must learn of it
+            log.exception("answer_failed")
+            self._send_quietly(commands.error_frame(ForebayError(), asked.stream_id))
+
+    def _create(self, create: Create) -> None:
+        lane = create.stream_id
+        try:
+            self._check_model(create.draft.model)
+            draft, earlier = self._prepared(create.draft)
+            turn = (earlier, draft)
+            if not create.generate:
+                request_id = new_id()
+                self._tell(ResponsesAnswer(request_id, draft, created_s(request_id)).warmed(), lane, turn)
                 return
-            for event in said:
-                if not isinstance(event, Comment):  # sockets are kept by their pings
-                    self._send(event, stream_id)
+            stream = self.admission.admit(self.caller, draft, "websocket").stream
+        except ForebayError:
+            self._recent.failed(lane, create.draft.previous)
+            raise
+        self._show(stream, events(stream, self.history.framing(stream, draft)), lane, turn)
+
+    def _prepared(self, draft: Draft) -> tuple[Draft, Conversation]:
+        """The draft with the conversation that it goes on from, and that conversation: of this connection, or stored.
+        A socket is itself what waits, so nothing here is done in the background."""
+        previous = draft.previous
+        echo = {**draft.echo, "background": False}
+        draft = msgspec.structs.replace(draft, previous="", background=False, echo=echo, linger_ms=self.linger_ms)
+        draft = self.history.prepared(self.caller, draft)
+        if not previous:
+            return draft, ()
+        earlier = self._recent.find(previous)
+        if earlier is None:
+            earlier = (_encoded(self.history.before(self.caller, previous)),)
+        items = [item for turn in earlier for item in json.loads(turn)]
+        return responses.continued(msgspec.structs.replace(draft, previous=previous), items), earlier
+
+    def _check_model(self, name: str) -> None:
+        if self.model not in ("", name):
+            raise NotAllowed(f"This connection's client secret is for the model `{self.model}` only.", param="model")
+        if name not in self.admission.catalog:
+            raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model")
+
+    def _show(
+        self,
+        stream: Stream,
+        said: Iterator[Any],
+        lane: Lane,
+        turn: tuple[Conversation, Draft] | None = None,
+    ) -> None:
+        with self._lock:
+            self._running[lane] = stream
+        try:
+            if not self._closed:
+                self._tell(said, lane, turn)
         finally:
-            self._running = None
+            with self._lock:
+                del self._running[lane]
             self.admission.release(stream)
 
-    def _warm(self, create: Create) -> None:
-        """`generate: false`: a response without output, which clients send first to open the way."""
-        request_id = new_id()
-        for event in ResponsesAnswer(request_id, create.draft, created_s(request_id)).warmed():
-            self._send(event, create.stream_id)
+    def _tell(self, said: Iterator[Any] | list[Any], lane: Lane, turn: tuple[Conversation, Draft] | None) -> None:
+        for event in said:
+            if isinstance(event, Comment):  # sockets are kept by their pings
+                continue
+            if turn is not None and event["type"] in _TERMINAL:
+                self._remember(*turn, lane, event)  # before it is told: the next turn may come on another lane
+            self._send(event, lane)
+
+    def _remember(self, earlier: Conversation, draft: Draft, lane: Lane, last: dict[str, Any]) -> None:
+        if last["type"] == "response.failed":
+            self._recent.failed(lane, draft.previous)
+            return
+        try:
+            turn = _encoded([*draft.items, *last["response"]["output"]])
+        except RecursionError:
+            log.info("turn_too_deep")
+        else:
+            self._recent.keep(lane, last["response"]["id"], (*earlier, turn))
 
     def _send(self, event: dict[str, Any], stream_id: str | None = None) -> None:
         named = event if stream_id is None else {**event, "stream_id": stream_id}
@@ -168,3 +296,110 @@ class Socket:
             self._send(event)
         except (simple_websocket.ConnectionClosed, OSError):
             log.debug("answer_unheard")
+
+
+class Sockets:
+    """The open connections of one gateway process."""
+
+    def __init__(self, store: Store, *, key_sockets: int = KEY_SOCKETS, most: int = SOCKETS_MAX) -> None:
+        self.store, self.key_sockets, self.most = store, key_sockets, most
+        self._open: set[Socket] = set()
+        self._keeper: threading.Thread | None = None
+        self._stayed_s = time.monotonic()
+
+    def __iter__(self) -> Iterator[Socket]:
+        return iter(list(self._open))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def sit(self, caller: KeyRecord) -> str:
+        """Take a seat for a socket that is about to be opened. It is given back by `discard`, or in SEAT_MS.
+
+        Raises:
+          LimitReached: the key has as many as it may.
+          Unavailable: this process has.
+          StoreDown: nobody can tell.
+        """
+        if len(self._open) >= self.most:
+            raise Unavailable("This gateway has as many WebSockets as it can hold. Retry shortly.")
+        seat = new_id()
+        try:
+            if self.store.run(sockets.sit(caller.key_id, seat, self.key_sockets)):
+                return seat
+        except AWAY:
+            raise StoreDown from None
+        raise LimitReached(f"This key may have {self.key_sockets} WebSockets open.", retry_after_ms=10_000)
+
+    def add(self, socket: Socket) -> None:
+        self._open.add(socket)
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="sockets", daemon=True)
+            self._keeper.start()
+
+    def discard(self, socket: Socket) -> None:
+        self._open.discard(socket)
+        try:
+            self.store.run(sockets.leave(socket.caller.key_id, socket.seat))
+        except AWAY:
+            log.info("seat_kept", key_id=socket.caller.key_id)  # for SEAT_MS
+
+    def _keep(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                self.look(time.monotonic())
+            except AWAY as e:
+                log.warning("sockets_look_failed", error=repr(e))
+            except Exception:  # a fault of ours; sockets without a keeper would be worse than one that tries again
+                log.exception("sockets_look_failed")
+
+    def look(self, now_s: float) -> None:
+        """Ping, end what is too old, and ask after the keys.
+
+        Raises:
+          AWAY: the store is; the pings are out by then.
+        """
+        for socket in self:
+            socket.tend(now_s)
+        by_key: dict[str, list[Socket]] = {}
+        for socket in self:
+            by_key.setdefault(socket.caller.key_id, []).append(socket)
+        self._check_keys(by_key)
+        if now_s - self._stayed_s >= sockets.STAY_S:
+            self.store.run_all([sockets.stay(key_id, [one.seat for one in some]) for key_id, some in by_key.items()])
+            self._stayed_s = now_s
+
+    def _check_keys(self, by_key: dict[str, list[Socket]]) -> None:
+        records = self.store.run_all([keys.read(key_id) for key_id in by_key])
+        now_ms = time.time_ns() // 1_000_000
+        for record, some in zip(records, by_key.values(), strict=True):
+            for socket in some if record is not None else ():
+                socket.caller = record
+                if not record.usable(now_ms):
+                    socket.close(POLICY, "the API key was revoked, or has expired")
+
+
+def _encoded(items: list[Any]) -> bytes:
+    # ASCII, since what nobody reads of an item may hold half a surrogate pair.
+    return json.dumps(items, separators=(",", ":")).encode()
+
+
+def _too_old() -> BadRequest:
+    return BadRequest(
+        f"Responses websocket connection limit reached ({AGE_S / 60:.0f} minutes). "
+        "Create a new websocket connection to continue.",
+        code="websocket_connection_limit_reached",
+    )
+
+
+def _too_many_lanes() -> BadRequest:
+    return BadRequest(
+        "This connection has as many lanes as it may. Use one of them, or another connection.",
+        param="stream_id",
+        code="websocket_stream_limit_reached",
+    )
+
+
+def _flooded() -> BadRequest:
+    return BadRequest("Too many responses wait on this connection.", code="too_many_pending_responses")
