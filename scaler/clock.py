@@ -9,6 +9,7 @@ money, and one advisory lock, held on the connection that decisions are written 
     project     60 s            keys and prices into Redis, where gateways read them
     partitions  1 h             months of usage_events made ahead
     sweep       10 s            holds that were reserved and never enqueued
+    purge       60 s            stored responses that have expired
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.schedulers.blocking import BlockingScheduler
 
 from billing import events, hours, prices
-from core import catalog, fleet, postgres, usage
+from core import catalog, fleet, postgres, responses, usage
 from core.accounts import keys, tenants
 from core.catalog import Catalog
 from core.limits import counters
@@ -45,6 +46,8 @@ from tasks.queue import Queue
 log = logs.get(__name__)
 
 LEADER = "fleet"
+#: Batches of expired responses that one run deletes.
+PURGE_BATCHES = 100
 
 
 class Clock:
@@ -151,6 +154,20 @@ class Clock:
             log.warning("hold_swept", request_id=request_id)
             self.store.run(counters.settle(org_id, request_id, held.scopes, 0))
 
+    # --- what is kept for customers
+
+    def purge(self) -> None:
+        """Delete expired responses, a batch in each transaction; what is left after so many waits for the next run."""
+        purged = 0
+        for _ in range(PURGE_BATCHES):
+            with transaction(self.database) as connection:
+                batch = responses.purge(connection)
+            purged += batch
+            if batch < responses.PURGE_ROWS:
+                break
+        if purged:
+            log.info("responses_purged", responses=purged)
+
     # --- the schedule
 
     def jobs(self) -> dict[str, tuple[Callable[[], None], float]]:
@@ -162,6 +179,7 @@ class Clock:
             "project": (self.project, 60.0),
             "partitions": (self.partitions, 3600.0),
             "sweep": (self.sweep, 10.0),
+            "purge": (self.purge, 60.0),
         }
 
     def guarded(self, name: str, job: Callable[[], None]) -> None:

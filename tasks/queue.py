@@ -10,7 +10,7 @@
 | rows      | HASH      | every verb              | every verb      | id -> msgpack map: state, attempt, worker, …     |
 | tasks     | HASH      | enqueue, endings        | claim           | id -> Dramatiq message (ids only)                |
 | body:<id> | STRING    | enqueue; finish, cancel | the worker      | the Request; TTL BODY_MS at the latest           |
-| view:<id> | STRING    | enqueue; finish, cancel | web             | how to show it again; FORGET_MS past its end     |
+| view:<id> | STRING    | enqueue, web; endings   | web             | how to show it again; FORGET_MS past its end     |
 | claims    | ZSET, lex | claim, endings          | beat, reaper    | `worker|id`                                      |
 | leases    | ZSET      | claim, beat             | reaper          | worker -> when its claims are given up, ms       |
 | rooms     | HASH      | claim                   | enqueue, claim  | worker -> slots left after its last claim *      |
@@ -38,8 +38,9 @@ class of something urgent that found no room.
 Promise   an id is accepted once, and ends once. A claim is a right to one attempt; who lost it changes nothing more.
 Dies      worker: its agent says so (`tick`), or its lease runs out; its claims go back to the front of their line, or
           end as `worker_lost` where another run would show. Gateway: another attaches, or its requests end as
-          `gateway_lost` LOST_MS after its lease. Store: scripts are atomic; after a silence every lease starts anew
-          (endings.lua `hear`), so an outage re-runs nothing. Cluster: one slot a model, every key in KEYS.
+          `gateway_lost` LOST_MS after its lease; background work goes on. Store: scripts are atomic; after a silence
+          every lease starts anew (endings.lua `hear`), so an outage re-runs nothing. Cluster: one slot a model, every
+          key in KEYS.
 """
 
 from __future__ import annotations
@@ -113,12 +114,13 @@ class Task:
     rerunnable: bool = True  #: may be claimed again after tokens were published: another attempt goes on, or compares
     input_tokens: int = 0
     need_tokens: int = 0  #: KV cache it will probably come to: input and expected output
-    most_tokens: int = 0  #: and at most: input and max_tokens
+    most_tokens: int = 0  #: the longest context of it, at most: a prompt and max_tokens
     preferred: tuple[str, ...] = ()  #: workers that hold its prefix, best first, at most three
     steal_ms: int = STEAL_MS  #: how long it waits for one of them before another worker may have it
     weight: float = 1.0  #: a tenant of weight 2 gets twice the tokens of one of weight 1
     patience_ms: int = 0  #: how long it may wait before it is ended unrun; 0: as long as it takes
     delay_ms: int = 0
+    background: bool = False  #: nobody need wait for it: a reader's going, or its gateway's, does not end it
     facts: bytes = b""  #: for the usage entry; empty: it makes none
     body: bytes = b""
     view: bytes = b""  #: what a gateway needs to show the stream again
@@ -211,6 +213,7 @@ class Seen:
     place: int = 0
     attempt: int = 0
     ending: Ending | None = None
+    cancelled: bool = False  #: its worker was told to end it; said by `peek` alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +265,8 @@ def generation(request: Request, view: bytes = b"") -> Task:
         options={},
         message_id=request.id,
     )
-    input_tokens = len(request.prompt_token_ids)
+    input_tokens, max_tokens = request.input_tokens, request.sampling.max_tokens if request.task == "generate" else 0
+    longest_tokens = max(map(len, (request.prompt_token_ids, *request.more_prompts)))
     return Task(
         id=request.id,
         message=message.encode(),
@@ -272,12 +276,13 @@ def generation(request: Request, view: bytes = b"") -> Task:
         gateway=request.gateway,
         rerunnable=request.rerunnable,
         input_tokens=input_tokens,
-        need_tokens=input_tokens + (request.expected_tokens or request.sampling.max_tokens),
-        most_tokens=input_tokens + request.sampling.max_tokens,
+        need_tokens=input_tokens + request.width * min(request.expected_tokens or max_tokens, max_tokens),
+        most_tokens=longest_tokens + max_tokens,
         preferred=request.preferred,
         weight=request.weight,
         steal_ms=request.steal_ms,
         patience_ms=request.patience_ms,
+        background=request.background,
         facts=facts(request),
         body=msgspec.msgpack.encode(request),
         view=view,
@@ -308,7 +313,7 @@ class Queue:
             "class": int(task.cls), "tenant": task.tenant, "owner": task.owner, "gateway": task.gateway,
             "rerunnable": task.rerunnable, "input": task.input_tokens, "need": task.need_tokens,
             "most": task.most_tokens, "preferred": ",".join(task.preferred), "patience_ms": task.patience_ms,
-            "steal_ms": task.steal_ms, "weight": task.weight, "delay_ms": task.delay_ms,
+            "steal_ms": task.steal_ms, "weight": task.weight, "delay_ms": task.delay_ms, "background": task.background,
             "due_ms": DUE_MS[Class(task.cls)], "home_ms": self.home_ms, "attempt": attempt, "shown": shown,
             "waiting_max": self.bounds.waiting, "tokens_max": self.bounds.tokens,
             "tenant_waiting_max": self.bounds.tenant_waiting, "tenant_tokens_max": self.bounds.tenant_tokens,
@@ -369,7 +374,8 @@ class Queue:
 
     def cancel(self, request_id: str, gateway: str = "") -> Call[str]:
         """The caller wants it no more: "unknown", "ended", "cancelled" (it waited), "running" (its worker was told);
-        "elsewhere": its stream has moved from the gateway that says so, which may not have learned of it yet."""
+        "elsewhere": its stream has moved from the gateway that says so, which may not have learned of it yet; "left":
+        background work goes on without that gateway."""
         return self._call("cancel", request_id, gateway, extra=self._own_keys(request_id), reply=_text)
 
     def watch(self, gateway: str, ids: Sequence[str]) -> Call[Watched]:
@@ -419,6 +425,14 @@ class Queue:
     def view(self, request_id: str) -> Call[bytes | None]:
         """What was put down to show the stream again; None when it is forgotten."""
         return command("GET", f"{self.prefix}view:{request_id}", reply=_bytes_or_none)
+
+    def show(self, request_id: str, view: bytes) -> Call[bool]:
+        """Another view in its place, if it is not forgotten."""
+        return command("SET", f"{self.prefix}view:{request_id}", view, "XX", "KEEPTTL", reply=bool)
+
+    def hide(self, request_id: str) -> Call[bool]:
+        """Forget the view: its stream is shown no more."""
+        return command("DEL", f"{self.prefix}view:{request_id}", reply=bool)
 
     def _body_key(self, request_id: str) -> str:
         return f"{self.prefix}body:{request_id}"
@@ -527,6 +541,7 @@ class _Row(msgspec.Struct):
     state: str
     attempt: int
     ending: Ending | None = None
+    cancelled: str = ""
 
 
 def _peeked(raw: bytes | None) -> Seen:
@@ -534,7 +549,7 @@ def _peeked(raw: bytes | None) -> Seen:
         return Seen(state="unknown")
     row = msgspec.msgpack.decode(raw, type=_Row)
     state: Any = row.state if row.state in ("running", "ended") else "waiting"
-    return Seen(state=state, attempt=row.attempt, ending=row.ending)
+    return Seen(state=state, attempt=row.attempt, ending=row.ending, cancelled=row.cancelled != "")
 
 
 def _depth(raw: list[Any]) -> Depth:

@@ -88,6 +88,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None = None  #: None: no limit
     concurrent_requests: int | None = None
     weight: float = 1.0  #: its organisation's, which the queue is fair by
+    retention_days: int = 30  #: its organisation's: how long stored responses are kept; 0: nothing is stored
     revoked: bool = False
     expires_ms: int | None = None
 
@@ -177,6 +178,7 @@ _ROW = """k.id, k.org_id::text AS org_id, k.project_id::text AS project_id, k.na
 _RECORD = """k.id AS key_id, k.org_id::text AS org_id, k.project_id::text AS project_id, k.kind, k.secret_hmac,
   k.pepper_version, k.requests_per_minute, k.concurrent_requests, k.revoked_at IS NOT NULL AS revoked,
   (SELECT weight FROM organisations AS o WHERE o.id = k.org_id) AS weight,
+  (SELECT retention_days FROM organisations AS o WHERE o.id = k.org_id) AS retention_days,
   (extract(epoch FROM k.expires_at) * 1000)::bigint AS expires_ms"""
 
 

@@ -2,7 +2,8 @@
 
 | table         | writer            | reader               | holds                                    |
 |---------------|-------------------|----------------------|------------------------------------------|
-| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency, weight |
+| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency, weight,  |
+|               |                   |                      | retention                                |
 | projects      | ops (forebay org) | ops                  | what an organisation sorts its keys into |
 
 Rows are never deleted: usage names them. Nothing on a request's path reads these tables.
@@ -18,6 +19,8 @@ import uuid6
 
 from core.postgres import Connection, IntegrityError, text
 
+#: No organisation may ask for its responses to be kept longer than so many days.
+RETENTION_DAYS_MAX = 3650
 #: The project that each new organisation starts with.
 FIRST_PROJECT = "default"
 
@@ -32,6 +35,7 @@ class Organisation(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     currency: str
     weight: float  #: its share of a model that others want too: twice the weight, twice the tokens
+    retention_days: int  #: how long its stored responses are kept; 0: nothing is stored
     created_at: datetime
 
 
@@ -42,7 +46,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
 
 
-_ORGANISATION = "id::text AS id, name, status, currency, weight, created_at"
+_ORGANISATION = "id::text AS id, name, status, currency, weight, retention_days, created_at"
 _PROJECT = "id::text AS id, org_id::text AS org_id, name, created_at"
 
 
@@ -114,6 +118,20 @@ def set_weight(connection: Connection, org_id: str, weight: float) -> Organisati
         raise TenantError(f"a weight is above 0 and at most 1000, and this is {weight:g}")
     query = text(f"UPDATE organisations SET weight = :weight WHERE id = CAST(:id AS uuid) RETURNING {_ORGANISATION}")
     return Organisation(**connection.execute(query, {"id": org_id, "weight": weight}).mappings().one())
+
+
+def set_retention(connection: Connection, org_id: str, days: int) -> Organisation:
+    """Keep an organisation's responses for so many days, or none at all. Holds at once, whatever gateways know of it.
+
+    Raises:
+      TenantError: the days are not 0 to RETENTION_DAYS_MAX.
+    """
+    if not 0 <= days <= RETENTION_DAYS_MAX:
+        raise TenantError(f"responses are kept for 0 to {RETENTION_DAYS_MAX} days, and this is {days}")
+    query = text(
+        f"UPDATE organisations SET retention_days = :days WHERE id = CAST(:id AS uuid) RETURNING {_ORGANISATION}"
+    )
+    return Organisation(**connection.execute(query, {"id": org_id, "days": days}).mappings().one())
 
 
 def _insert(connection: Connection, sql: str, values: dict[str, Any]) -> dict[str, Any]:

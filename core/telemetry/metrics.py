@@ -25,6 +25,11 @@ tasks_ended = Counter(
 requests_preempted = Counter(
     "forebay_requests_preempted_total", "Requests handed back for something more urgent", ["model"]
 )
+responses_kept = Counter("forebay_responses_kept_total", "Responses stored before their clients had the end")
+responses_unkept = Counter(
+    "forebay_responses_unkept_total", "Responses that should have been stored, while the database was away or slow"
+)
+background_fed = Counter("forebay_background_fed_total", "Background work put on the queue again from the backlog")
 loops_failed = Counter("forebay_loops_failed_total", "Background loops that failed and were started again", ["loop"])
 usage_ingested = Counter("forebay_usage_ingested_total", "Usage entries written to Postgres")
 usage_waiting = Gauge("forebay_usage_waiting_entries", "Usage entries not yet in Postgres", ["model"])

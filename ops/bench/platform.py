@@ -163,6 +163,7 @@ def _environment(data: Path, more: Mapping[str, str]) -> dict[str, str]:
         "FOREBAY_ENGINE": "scripted",
         "FOREBAY_PORT": "0",
         "FOREBAY_DRAIN_S": str(DRAIN_S),
+        "FOREBAY_KEY_SOCKETS": "100000",
         **more,
     }
 

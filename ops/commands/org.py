@@ -7,6 +7,9 @@ import click
 from ops import show
 from ops.connect import database, environment
 
+#: How long it may take to go through an organisation's stored responses, milliseconds.
+RETENTION_MS = 600_000
+
 
 @click.group("org")
 def command() -> None:
@@ -35,7 +38,7 @@ def list_(as_json: bool) -> None:
 
     with database(environment()) as engine, transaction(engine) as connection:
         found = tenants.organisations(connection)
-    show.many(found, as_json, ("id", "name", "status", "currency", "weight", "created_at"))
+    show.many(found, as_json, ("id", "name", "status", "currency", "weight", "retention_days", "created_at"))
 
 
 @command.command("project")
@@ -83,3 +86,28 @@ def weight(org: str, weight: float, as_json: bool) -> None:
         found = tenants.find_organisation(connection, org)
         changed = tenants.set_weight(connection, found.id, weight)
     show.one(changed, as_json, f"{changed.name} has weight {changed.weight:g}.")
+
+
+@command.command("retention")
+@click.argument("org")
+@click.argument("days", type=int)
+@show.as_json
+def retention(org: str, days: int, as_json: bool) -> None:
+    """Keep the stored responses of the organisation ORG for DAYS, those that it has too; 0: store none, ever.
+
+    Nothing is kept longer from this moment on. A number of days that is larger than before concerns new ones only.
+    """
+    from core import responses
+    from core.accounts import tenants
+    from core.postgres import transaction
+
+    with database(environment()) as engine, show.refusals(tenants.TenantError):
+        with transaction(engine) as connection:
+            found = tenants.find_organisation(connection, org)
+            changed = tenants.set_retention(connection, found.id, days)
+        with transaction(engine) as connection:
+            responses.outwait(connection)  # what began before may still be written for longer
+        with transaction(engine, statement_ms=RETENTION_MS) as connection:
+            responses.shorten(connection, found.id, days)
+    said = f"keeps its responses for {days} days" if days else "stores no responses"
+    show.one(changed, as_json, f"{changed.name} {said}.")

@@ -7,14 +7,5 @@ local row = row_of(id)
 if not row or row.owner ~= ARGV[3] then return '' end
 if row.state == 'ended' then return { 'ended', cmsgpack.pack(row.ending) } end
 call('ZADD', GATEWAYS, 'GT', now + tonumber(ARGV[5]), gateway)
-if row.gateway ~= gateway then
-  call('ZREM', HOMES, row.gateway .. '|' .. id)
-  call('ZADD', HOMES, 0, gateway .. '|' .. id)
-  if row.state == 'running' then
-    tell(id, row, function(r) r.gateway = gateway end, 'home|' .. id .. '|' .. gateway)
-  else
-    row.gateway = gateway
-    keep(id, row)
-  end
-end
+move(id, row, gateway)
 return { row.state, row.attempt, row.state == 'waiting' and place_of(id, row) or 0 }

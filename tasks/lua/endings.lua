@@ -117,14 +117,28 @@ local function stop(id, row, reason)
   tell(id, row, function(r) r.cancelled = reason end, 'cancel|' .. id)
 end
 
--- A gateway is gone, and nobody has attached to what was open there.
+-- Its stream is open at this gateway from now on ('' : at none), which its worker is told.
+local function move(id, row, gateway)
+  if row.gateway == gateway then return end
+  call('ZREM', HOMES, row.gateway .. '|' .. id)
+  if gateway ~= '' then call('ZADD', HOMES, 0, gateway .. '|' .. id) end
+  if row.state == 'running' then
+    tell(id, row, function(r) r.gateway = gateway end, 'home|' .. id .. '|' .. gateway)
+  else
+    row.gateway = gateway
+    keep(id, row)
+  end
+end
+
+-- A gateway is gone, and nobody has attached to what was open there. Background work goes on without a reader.
 local function orphan(gateway, limit)
   local first = '[' .. gateway .. '|'
   local homes = call('ZRANGEBYLEX', HOMES, first, first .. '\255', 'LIMIT', 0, limit)
   for _, home in ipairs(homes) do
     local id = id_of(home)
     local row = row_of(id)
-    if row.state == 'running' then stop(id, row, 'gateway_lost')
+    if row.background then move(id, row, '')
+    elseif row.state == 'running' then stop(id, row, 'gateway_lost')
     else conclude(id, row, 'gateway_lost', NOTHING, 'its gateway died and nobody came for it') end
     call('ZREM', HOMES, home)
   end
@@ -151,7 +165,7 @@ end
 
 -- Nobody is there to run it: its own deadline will begin when somebody is.
 local function hold(id, row)
-  row.held, row.deadline_ms = true, now + HELD_MS
+  row.held, row.deadline_ms = true, now + (row.background and KEPT_MS or HELD_MS)
   call('ZADD', HELD, row.arrival, id)
 end
 

@@ -2,7 +2,7 @@
 -- KEYS   + body STRING, view STRING, then the wake ZSET of each preferred worker
 -- ARGV   2 id  3 message  4 facts ('' : no usage entry)  5 body ('' : none)  6 view ('' : none)  7 their TTL ms
 --        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, steal_ms,
---          weight, preferred} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds
+--          weight, preferred, background} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds
 --          {waiting_max, tokens_max, tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot
 --          {attempt, shown}
 -- reply  {'accepted', place, whether a worker is alive} | {'known', state}

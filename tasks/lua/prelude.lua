@@ -18,6 +18,7 @@ local OVERDUE_EVERY = 16 -- one claim in so many goes to whoever is overdue long
 local SAVE_MS = 2000     -- a request passed over for its size so long gets a worker that saves KV cache for it
 local TOO_LARGE_MS = 60000 -- and if no worker there is could hold it even alone, for so long, it is ended
 local HELD_MS = 900000   -- a request that no worker is alive for waits at most this long for one
+local KEPT_MS = 86400000  -- background work, of which everybody was promised an end, as long as its body is kept
 local DEAD_MS = 604800000 -- a dead letter is kept a week
 local DEAD_MAX = 10000   -- and at most so many are
 local CLASS_STRIDE = 70368744177664 -- 2^46: the class in a tenant's score
@@ -38,7 +39,7 @@ local DEFAULTS = { __index = {
   owner = '', gateway = '', preferred = '', facts = '', worker = '', cancelled = '', trail = '', saver = '',
   refused = '', patience_ms = 0, deadline_ms = 0, first_ms = 0, passed_ms = 0, refused_ms = 0,
   input = 0, need = 0, most = 0, served = 0, losses = 0, weight = 1,
-  rerunnable = true, shown = false, held = false, bodied = false,
+  rerunnable = true, shown = false, held = false, bodied = false, background = false,
 } }
 
 local function read(id, packed)

@@ -183,6 +183,21 @@ def test_a_known_key_is_served_while_postgres_is_away(engine: Engine, store: Sto
     assert 6 * 86_400 < valkey.ttl(f"f1:{{key:{row.id}}}:record") <= 7 * 86_400
 
 
+def test_an_organisations_retention_reaches_the_records_of_its_keys(engine: Engine) -> None:
+    _, row = make(engine)
+    [before] = keys.all_records(engine)
+    with transaction(engine) as connection:
+        tenants.set_retention(connection, row.org_id, 0)
+
+    found = keys.find(engine, row.id)
+
+    assert found is not None and (before.retention_days, found.retention_days) == (30, 0)
+    old = msgspec.msgpack.decode(
+        msgspec.msgpack.encode({"key_id": "k", "org_id": "o", "project_id": "p", "secret_hmac": b""}), type=KeyRecord
+    )
+    assert old.retention_days == 30, "a record of the release before"
+
+
 def test_an_organisations_weight_reaches_the_records_of_its_keys(engine: Engine) -> None:
     _, row = make(engine)
     first = keys.find(engine, row.id)

@@ -70,6 +70,18 @@ def test_an_organisation_may_have_a_larger_share(environ: dict[str, str | None])
     assert refused.exit_code == 1 and "above 0" in refused.output
 
 
+def test_an_organisation_may_have_its_responses_kept_shorter_or_not_at_all(environ: dict[str, str | None]) -> None:
+    made = data(environ, org.command, "create", "acme")
+
+    assert made["retention_days"] == 30
+    for days in (7, 0):
+        assert data(environ, org.command, "retention", "acme", str(days))["retention_days"] == days
+    assert [one["retention_days"] for one in data(environ, org.command, "list")] == [0]
+    wrong = forebay(environ, org.command, "retention", "acme", "4000")
+    assert wrong.exit_code == 1 and "3650" in wrong.output
+    assert "stores no responses" in forebay(environ, org.command, "retention", "acme", "0").output
+
+
 def test_a_key_is_shown_in_full_only_once(environ: dict[str, str | None]) -> None:
     made = make_key(environ)
 

@@ -421,6 +421,31 @@ def test_every_job_may_run_twice_at_once(store: Store, database: Database, engin
     assert tenant.open() == []
 
 
+def test_expired_responses_are_purged_batch_by_batch_and_others_stay(
+    ours: Clock, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from core import responses
+
+    with transaction(engine) as connection:
+        org_id = tenants.create_organisation(connection, "acme").id
+        for _ in range(3 * responses.PURGE_ROWS // 2):
+            row = responses.Stored(
+                id=str(uuid6.uuid7()), org_id=org_id, project_id=org_id, key_id=KEY, model=MODEL, status="completed",
+                response="{}",
+            )  # fmt: skip
+            assert responses.keep(connection, row, "[]")
+        connection.execute(
+            text("UPDATE responses SET expires_at = now() WHERE id <> CAST(:id AS uuid)"), {"id": row.id}
+        )
+
+    monkeypatch.setattr("scaler.clock.PURGE_BATCHES", 1)
+    ours.purge()
+    assert rows(engine, "SELECT count(*) FROM responses") == [(responses.PURGE_ROWS // 2,)], "a run has a bound"
+    ours.purge()
+
+    assert rows(engine, "SELECT id::text FROM responses") == [(row.id,)]
+
+
 def test_a_job_that_breaks_is_logged_and_ends_only_its_own_run(ours: Clock) -> None:
     def breaks() -> None:
         raise ZeroDivisionError

@@ -262,3 +262,41 @@ def test_what_ends_while_it_waits_to_be_gone_on_with_still_says_whose_log_has_th
 
     bench.store.run(bench.queue.cancel("a"))
     assert bench.store.run(bench.queue.logs_of("a")) == ["w1"]
+
+
+# --- background work
+
+
+def test_background_work_outlives_its_readers_and_their_gateways(bench: Bench) -> None:
+    """Its reader goes, another comes, that one's gateway dies: its worker is told where to send, and it goes on."""
+    bench.put("a", owner="key", background=True)
+    claim = bench.take()
+    bench.attach("a", "g1", "key")
+
+    assert bench.store.run(bench.queue.cancel("a", "g1")) == "left"
+    bench.attach("a", "g2", "key")
+    for _ in range(HOME_MS // 1000 + 2):  # and nobody watches as g2
+        bench.clock.advance(1000)
+        bench.beat("w1", [])
+
+    assert [order.gateway for order in bench.orders("w1")] == ["g1", "", "g2", ""]
+    assert bench.seen("a").state == "running" and bench.finish(claim)
+    assert bench.ending("a").outcome == Outcome.COMPLETED
+
+
+def test_background_work_that_waits_is_left_and_can_be_cancelled(bench: Bench) -> None:
+    bench.put("a", owner="key", background=True)
+    bench.attach("a", "g1", "key")
+
+    assert bench.store.run(bench.queue.cancel("a", "g1")) == "left"
+    assert bench.seen("a", "g2").state == "waiting"
+    assert bench.store.run(bench.queue.cancel("a")) == "cancelled"
+
+
+def test_background_work_waits_a_day_for_a_worker(bench: Bench) -> None:
+    bench.put("a", background=True)
+    bench.put("b")
+
+    bench.wait(1_200_000, 60_000)
+
+    assert bench.seen("a").state == "waiting" and bench.ending("b").outcome == Outcome.EXPIRED
