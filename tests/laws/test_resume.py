@@ -16,7 +16,7 @@ import requests
 from openai.types.responses import ResponseStreamEvent
 
 from core import postgres
-from core.accounts import keys
+from core.accounts import keys, tenants
 from tests.laws.test_faults import answers, ended_within, text_of
 from tests.platform import MODEL, PEPPER, Platform, until
 
@@ -104,7 +104,7 @@ def test_a_response_that_has_ended_is_shown_for_a_while(platform: Platform) -> N
     assert again[-1] == events[-1]
 
 
-def test_another_keys_stream_does_not_exist(platform: Platform) -> None:
+def test_another_projects_stream_does_not_exist(platform: Platform) -> None:
     other = second_key(platform)
     events = list(ask(platform, 24, 20))
     response_id = events[0].response.id
@@ -121,12 +121,14 @@ def test_another_keys_stream_does_not_exist(platform: Platform) -> None:
 
 
 def second_key(platform: Platform) -> str:
+    """Of the same organisation, but another project."""
     engine = postgres.connect(platform.database_url)
     try:
         with postgres.transaction(engine) as connection:
             [first] = [row for row in keys.keys(connection) if row.id == platform.key_id]
+            project = tenants.create_project(connection, org_id=first.org_id, name="other")
             plain, _ = keys.create_key(
-                connection, org_id=first.org_id, project_id=first.project_id, name="other", pepper=PEPPER.encode()
+                connection, org_id=first.org_id, project_id=project.id, name="other", pepper=PEPPER.encode()
             )
     finally:
         engine.dispose()
