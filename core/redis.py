@@ -12,6 +12,7 @@ node for itself. Channels are the classic ones, which a cluster carries to every
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import threading
@@ -224,7 +225,7 @@ class AsyncStore:
         return cls(redis.asyncio.Redis(connection_pool=pool), clock=clock)
 
     async def run(self, call: Call[T]) -> T:
-        with _told_plainly():
+        with _told_plainly(), _cancellable():
             try:
                 raw = await self.client.execute_command(*call.words(self.loaded.sha(call.script)))
             except NoScriptError:
@@ -234,7 +235,7 @@ class AsyncStore:
 
     async def run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """As Store.run_all."""
-        with _told_plainly():
+        with _told_plainly(), _cancellable():
             pipe = self.client.pipeline(transaction=False)
             for call in calls:
                 pipe.execute_command(*call.words(self.loaded.sha(call.script)))
@@ -350,6 +351,19 @@ def _nodes(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
 
 #: How errors begin by which a store says that it cannot write, or answer, for now.
 _UNABLE = ("NOREPLICAS", "MISCONF", "BUSY ")
+
+
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """redis-py sends with `asyncio.wait_for`, which before Python 3.12 may swallow a cancellation: the exchange ends as
+    if nothing had been asked of its task (python/cpython#86296)."""
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > asked:
+            raise asyncio.CancelledError
 
 
 @contextmanager

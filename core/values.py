@@ -28,7 +28,8 @@ class Outcome(StrEnum):
     LENGTH = "length"  #: max_tokens or the context was reached
     CANCELLED = "cancelled"  #: the caller went away or asked us to stop
     EXPIRED = "expired"  #: its deadline passed while it waited
-    FAILED = "failed"  #: the engine refused it or broke on it
+    REFUSED = "refused"  #: the engine cannot do what it asks for, such as keep to a schema; the caller's to mend
+    FAILED = "failed"  #: the engine broke on it
     WORKER_LOST = "worker_lost"  #: its worker died after part of a sample was delivered that cannot be gone on with
     GATEWAY_LOST = "gateway_lost"  #: its gateway died, and nobody came for its stream in time
 

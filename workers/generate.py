@@ -389,7 +389,7 @@ class Generator:
         except EngineDead:
             return await self._die()
         except EngineRefused as e:
-            finished = Finished(outcome=Outcome.FAILED, message=str(e))
+            finished = Finished(outcome=Outcome.REFUSED, message=str(e))
         except Differs:
             log.error("read_differently", cut=begun.cut)
             finished = Finished(

@@ -1,4 +1,4 @@
-"""Stored responses, and how long an organisation's are kept."""
+"""Stored responses, and how long an organisation's are kept; and one more way to end."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ CREATE TABLE responses (
   CHECK (body IS NULL OR status IN ('queued', 'in_progress'))
 );
 CREATE INDEX responses_expired ON responses (expires_at);
+ALTER TABLE usage_events DROP CONSTRAINT usage_events_outcome_check;
+ALTER TABLE usage_events ADD CONSTRAINT usage_events_outcome_check CHECK (outcome IN
+  ('completed', 'length', 'cancelled', 'expired', 'refused', 'failed', 'worker_lost', 'gateway_lost'));
 CREATE INDEX responses_backlog ON responses (looked_at) WHERE status IN ('queued', 'in_progress');
 """
 

@@ -40,7 +40,8 @@ RECOVERY_S = 60.0
 #: In which column of the ledger an outcome counts.
 COLUMNS: dict[str, str] = {
     Outcome.COMPLETED: "finished", Outcome.LENGTH: "finished", Outcome.CANCELLED: "cancelled",
-    Outcome.EXPIRED: "expired", Outcome.FAILED: "dead", Outcome.WORKER_LOST: "lost", Outcome.GATEWAY_LOST: "lost",
+    Outcome.EXPIRED: "expired", Outcome.REFUSED: "dead", Outcome.FAILED: "dead",
+    Outcome.WORKER_LOST: "lost", Outcome.GATEWAY_LOST: "lost",
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ while #taken <= wanted do
 end
 many('ZADD', CLAIMS, claims)
 for id, row in pairs(room.too_large) do
-  if row.state == 'waiting' then conclude(id, row, 'failed', NOTHING, 'it is too large for every worker there is') end
+  if row.state == 'waiting' then conclude(id, row, 'refused', NOTHING, 'it is too large for every worker there is') end
 end
 -- A full worker (`below`) has no room; one that passed something over is only busy: below 0.
 call('HSET', ROOMS, worker, room.below < 9 and 0 or room.passed < 9 and 0 - room.slots or room.slots)

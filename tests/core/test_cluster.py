@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import threading
@@ -234,3 +235,21 @@ def test_no_script_touches_a_key_that_it_was_not_given() -> None:
             if verb not in ("TIME", "PUBLISH") and not fine:
                 faults.append(f"{path.relative_to(ROOT)}: {verb} {key}")
     assert faults == []
+
+
+@on_loop
+async def test_no_exchange_swallows_a_cancellation(valkey_url: str, valkey: Any) -> None:
+    """Wherever in an exchange it comes: connecting, sending, waiting for the answer."""
+    store = AsyncStore.connect(valkey_url)
+    cancelled = 0
+    for turns in range(40):
+        tasks = [asyncio.create_task(store.run(count("m"))) for _ in range(4)]
+        tasks += [asyncio.create_task(store.run_all([count("m"), count("n")])) for _ in range(4)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asked = [task for task in tasks if task.cancel()]
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+        cancelled += len(asked)
+    await store.close()
+    assert cancelled > 20

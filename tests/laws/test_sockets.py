@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import socket as sockets
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 from core import postgres
 from core.accounts import keys
 from tests.laws.test_keys import new_key
-from tests.platform import MODEL, Platform, Row, until
+from tests.platform import MODEL, Platform, Row, kill, until
 
 Event = dict[str, Any]
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -185,6 +186,19 @@ def test_closing_a_socket_cancels_everything_on_it_within_a_second(platform: Pla
         until(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled", 1.0)
         time.sleep(max(0.0, 1.5 - (time.monotonic() - start_s)))
         assert not in_state(platform, "running", "waiting"), "nothing that waited on the connection begins"
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_closing_a_socket_cancels_what_is_just_beginning(platform: Platform, turn: int) -> None:
+    """While workers claim it and fetch its bodies."""
+    with wire(platform) as one:
+        for lane in range(16):
+            one.create(f"lane{lane}", tokens=LONG)
+        begun: set[str] = set()
+        while len(begun) < 16:
+            begun.add(one.until("response.created")["stream_id"])
+        time.sleep(0.004 * turn)
+    until(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled", 1.0)
 
 
 def test_a_cancelled_response_says_what_it_used_and_others_go_on(platform: Platform) -> None:
@@ -397,4 +411,37 @@ def _opens(platform: Platform, key: str) -> bool:
         with wire(platform, key=key):
             return True
     except InvalidStatus:
+        return False
+
+
+# Drain
+
+
+def test_a_drain_that_takes_too_long_closes_with_1012_and_the_answer_goes_on_elsewhere(slow: Platform) -> None:
+    """An idle socket is told at once, with 1001; one in the middle of its answer when time is up."""
+    with wire(slow) as busy, wire(slow) as idle:
+        busy.create(tokens=250)
+        made = busy.until("response.created")["response"]["id"]
+        busy.until("response.output_text.delta")
+        kill(slow.pid("web0"), signal.SIGTERM)
+        assert idle.closed()[0] == 1001
+        with pytest.raises(InvalidStatus) as refused, wire(slow):
+            pass
+        assert refused.value.response.status_code == 503
+        code, frames = busy.closed()
+        assert code == 1012
+    with wire(slow, 1) as again:
+        again.send("resume", response_id=made, starting_after=frames[-1]["sequence_number"])
+        last = again.until(*TERMINAL)
+
+    assert last["type"] == "response.incomplete" and last["response"]["usage"]["output_tokens"] == 250
+    deltas = [event["delta"] for event in [*frames, *again.got] if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == last["response"]["output"][0]["content"][0]["text"]
+    until(lambda: shakes(slow), "the gateway to be started again", 30)
+
+
+def shakes(platform: Platform) -> bool:
+    try:
+        return shake(platform)[0] == 101
+    except OSError:
         return False

@@ -247,7 +247,7 @@ def test_what_no_worker_could_ever_hold_is_ended_and_not_kept_waiting_for_ever(b
         bench.wait(1000)
         bench.claim("w1", **small)
     ending = bench.ending("large")
-    assert (ending.outcome, ending.attempt) == ("failed", 0) and "too large" in ending.message
+    assert (ending.outcome, ending.attempt) == ("refused", 0) and "too large" in ending.message
 
 
 def test_what_a_busy_worker_could_hold_waits_for_it_however_often_others_pass_it_over(bench: Bench) -> None:

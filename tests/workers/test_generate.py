@@ -433,12 +433,12 @@ async def test_a_store_that_is_away_as_a_request_begins_does_not_fail_it(worker:
 
 
 @on_loop
-async def test_what_the_engine_refuses_fails_and_says_why(worker: Worker) -> None:
+async def test_what_the_engine_refuses_is_refused_and_says_why(worker: Worker) -> None:
     async with worker.make():
         worker.send(request("long", prompt=[1] * 600))
         refused = await worker.ended("long")
 
-    assert refused.outcome == "failed"
+    assert refused.outcome == "refused"
     assert "do not fit a context of 500" in refused.message
 
 
@@ -873,12 +873,12 @@ async def test_every_token_says_what_it_was_asked_for(worker: Worker) -> None:
 
 
 @on_loop
-async def test_what_the_model_cannot_do_fails_and_says_so(worker: Worker) -> None:
+async def test_what_the_model_cannot_do_is_refused_and_says_so(worker: Worker) -> None:
     async with Gateway(worker.url) as gateway, worker.make():
         worker.send(request("a", tools=tools()), request("b", grammar={"regex": "a+"}), request("c", task="embed"))
         endings = [await gateway.ending(name) for name in "abc"]
 
-    assert [ending.outcome for ending in endings] == ["failed"] * 3
+    assert [ending.outcome for ending in endings] == ["refused"] * 3
     assert "tools" in endings[0].message and "regular" in endings[1].message and "vectors" in endings[2].message
     assert not any(ending.usage.output_tokens for ending in endings)
 
@@ -1001,7 +1001,7 @@ async def test_one_answer_that_is_refused_or_breaks_ends_them_all(worker: Worker
         endings = [await gateway.ending(name) for name in ("refused", "broken")]
         await worker.until(lambda: worker.engine.stats().running == 0 and not worker.publisher._streams)
 
-    assert [(one.outcome, one.message) for one in endings] == [("failed", "not this one"), ("failed", "it broke")]
+    assert [(one.outcome, one.message) for one in endings] == [("refused", "not this one"), ("failed", "it broke")]
 
 
 @on_loop
@@ -1102,7 +1102,7 @@ async def test_a_prompt_that_has_no_vector_fails_the_request_and_cancelling_stop
         worker.side.run(worker.queue.cancel("b"))
         cancelled = await gateway.ending("b")
 
-    assert failed.outcome == "failed" and "501" in failed.message
+    assert failed.outcome == "refused" and "501" in failed.message
     assert cancelled.outcome == "cancelled"
 
 

@@ -144,8 +144,9 @@ def error_frame(error: ForebayError, stream_id: str | None = None) -> Event:
         "message": envelope["message"],
         "param": envelope["param"],
     }
-    if error.retry_after_ms is not None:
-        fault["headers"] = _retry_headers(error.retry_after_ms)
+    retry = {} if error.retry_after_ms is None else _retry_headers(error.retry_after_ms)
+    if told := {**error.headers, **retry}:
+        fault["headers"] = told
     lane = {} if stream_id is None else {"stream_id": stream_id}
     return {"type": "error", "status": error.status, **lane, "error": fault}
 

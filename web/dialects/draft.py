@@ -467,6 +467,8 @@ def error_of(ending: Ending) -> ForebayError:
     match ending.outcome:
         case Outcome.EXPIRED:
             return Unavailable(message or "The request waited longer than its deadline. Retry shortly.", code="expired")
+        case Outcome.REFUSED:
+            return BadRequest(message)
         case Outcome.WORKER_LOST:
             return WorkerLost(message)
         case Outcome.GATEWAY_LOST:
