@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from core.stream.frames import Logprob, Run, kind_of
 from core.values import Ending, Outcome, Usage
+from web.dialects.framing import Numbered
 
 ID = "01939c1e-6f00-7abc-8def-0123456789ab"
 USAGE = Usage(input_tokens=7, cached_tokens=4, output_tokens=3)
@@ -49,6 +51,12 @@ def cut(runs: Sequence[Run], edges: Iterable[int]) -> list[Run]:
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=6)
 edges = st.sets(st.integers(1, 80))
+
+
+def chunk_of(one: Numbered) -> dict[str, Any]:
+    """A chunk of a stream, which may be JSON already."""
+    chunk: dict[str, Any] = json.loads(one.chunk) if isinstance(one.chunk, bytes) else one.chunk
+    return chunk
 
 
 @st.composite

@@ -19,7 +19,7 @@ from core.errors import BadRequest, ForebayError, GatewayLost, NotFound, WorkerL
 from core.outlook import Starting
 from core.stream.frames import Logprob, Run
 from core.values import ANSWERED, Caller, Class, Ending, Outcome, Sampling, WorkerState
-from tests.web.answers import ID, Answered, answers, cut, edges, ending, run
+from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, run
 from web.dialects import chat, responses
 from web.dialects.draft import Call, Draft, Message
 from web.dialects.framing import ChatFraming, KeepAlive, Numbered
@@ -59,7 +59,7 @@ def framed(asked: Draft, runs: Sequence[Run], last: Ending, **options: Any) -> l
 
 
 def chunks_of(asked: Draft, runs: Sequence[Run], last: Ending) -> list[dict[str, Any]]:
-    return [one.chunk for one in framed(asked, runs, last)]
+    return [chunk_of(one) for one in framed(asked, runs, last)]
 
 
 def accumulated(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_a_bare_body_asks_for_the_engines_defaults() -> None:
 
 def test_null_is_unset_for_every_optional_field() -> None:
     """Typed clients send every field they know, most of them null (vllm#19862)."""
-    optional = set(chat._ChatBody.model_fields) - {"model", "messages"} | set(chat._UNSERVED) | {"guided_json"}
+    optional = set(chat.ChatBody.model_fields) - {"model", "messages"} | set(chat._UNSERVED) | {"guided_json"}
 
     assert chat.parse(body(**dict.fromkeys(optional))) == chat.parse(body())
 
@@ -461,7 +461,7 @@ json_values = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from([*chat._ChatBody.model_fields, *chat._UNSERVED, "guided_regex"]), json_values, max_size=4
+        st.sampled_from([*chat.ChatBody.model_fields, *chat._UNSERVED, "guided_regex"]), json_values, max_size=4
     )
 )
 def test_any_body_is_a_draft_or_a_bad_request_in_plain_unicode(fields: dict[str, Any]) -> None:
@@ -600,7 +600,7 @@ def test_what_was_lost_is_told_as_such(outcome: Outcome, error: type[ForebayErro
 
 
 def content(chunks: list[Numbered]) -> str:
-    deltas = [one.chunk["choices"][0]["delta"] for one in chunks if one.chunk.get("choices")]
+    deltas = [chunk_of(one)["choices"][0]["delta"] for one in chunks if chunk_of(one).get("choices")]
     return "".join(delta.get("content", "") for delta in deltas)
 
 
@@ -648,12 +648,12 @@ def test_what_a_client_that_comes_back_is_told_is_what_it_missed(
     assert all(a < b for a, b in pairwise(cursors))
     assert all(one.cursor is None or one.cursor > after for one in again)  # type: ignore[operator]
     assert not any(delta_of(one).get("role") for one in again), "SDKs append it wherever it comes again"
-    both = [one.chunk for one in first[:had] + again]
-    assert put_together(both) == put_together([one.chunk for one in first])
+    both = [chunk_of(one) for one in first[:had] + again]
+    assert put_together(both) == put_together([chunk_of(one) for one in first])
 
 
 def delta_of(one: Numbered) -> dict[str, Any]:
-    choices = one.chunk.get("choices")
+    choices = chunk_of(one).get("choices")
     delta: dict[str, Any] = choices[0]["delta"] if choices else {}
     return delta
 
@@ -681,8 +681,8 @@ def test_waiting_is_said_as_the_operator_chose() -> None:
         "keep-alive",
     ]
     for one in waits("chunk"):
-        ChatCompletionChunk.model_validate(one.chunk, strict=True)
-        assert (one.chunk["choices"][0]["delta"], one.chunk["choices"][0]["finish_reason"], one.cursor) == (
+        ChatCompletionChunk.model_validate(chunk_of(one), strict=True)
+        assert (chunk_of(one)["choices"][0]["delta"], chunk_of(one)["choices"][0]["finish_reason"], one.cursor) == (
             {},
             None,
             None,

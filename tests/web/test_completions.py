@@ -15,7 +15,7 @@ from openai.types import Completion
 from core.errors import BadRequest, ForebayError
 from core.stream.frames import Logprob, Run
 from core.values import ANSWERED, Caller, Ending, Outcome, Sampling
-from tests.web.answers import ID, Answered, answers, cut, edges, ending, run
+from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, run
 from web.dialects import completions
 from web.dialects.draft import Draft
 from web.dialects.framing import CompletionsFraming, Numbered
@@ -43,7 +43,7 @@ def framed(asked: Draft, runs: Sequence[Run], last: Ending, **options: Any) -> l
 def test_a_bare_body_asks_for_sixteen_tokens() -> None:
     """So it is at OpenAI and in vLLM, for a client that sends null too (vllm#19862)."""
     draft = completions.parse(body())
-    optional = set(completions._CompletionsBody.model_fields) - {"model", "prompt"} | set(completions._UNSERVED)
+    optional = set(completions.CompletionsBody.model_fields) - {"model", "prompt"} | set(completions._UNSERVED)
 
     assert (draft.prompts, draft.max_tokens, draft.sampling) == (("Once",), 16, Sampling(max_tokens=0))
     assert not draft.reasons, "what a prompt goes on with is text, whatever it looks like"
@@ -130,7 +130,7 @@ json_values = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from([*completions._CompletionsBody.model_fields, *completions._UNSERVED]), json_values, max_size=4
+        st.sampled_from([*completions.CompletionsBody.model_fields, *completions._UNSERVED]), json_values, max_size=4
     )
 )
 def test_any_body_is_a_draft_or_a_bad_request(fields: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def test_the_chunks_of_a_stream_come_to_what_a_whole_answer_says(
     draft: Draft, answered: Answered, at: set[int]
 ) -> None:
     draft = of_width(draft, answered)
-    chunks = [one.chunk for one in framed(draft, cut(answered.runs, at), answered.ending)]
+    chunks = [chunk_of(one) for one in framed(draft, cut(answered.runs, at), answered.ending)]
     whole = CompletionsFraming(ID, draft).whole(answered.runs, answered.ending)
 
     Completion.model_validate(whole, strict=True)
@@ -200,8 +200,8 @@ def test_what_a_client_that_comes_back_is_told_is_what_it_missed(
     again = framed(shown, cut(answered.runs, there), ending(outcome), after=after)
 
     assert all(a < b for a, b in pairwise(one.cursor for one in first if one.cursor is not None))
-    both = [one.chunk for one in first[:had] + again]
-    assert put_together(both) == put_together([one.chunk for one in first])
+    both = [chunk_of(one) for one in first[:had] + again]
+    assert put_together(both) == put_together([chunk_of(one) for one in first])
 
 
 def test_the_prompt_is_repeated_where_it_is_asked_for() -> None:
@@ -210,7 +210,7 @@ def test_the_prompt_is_repeated_where_it_is_asked_for() -> None:
 
     whole = CompletionsFraming(ID, draft).whole(runs, ending())
     assert [choice["text"] for choice in whole["choices"]] == ["a0", "a1", "b2", "b3"]
-    assert put_together([one.chunk for one in framed(draft, runs, ending())])[3]["text"] == "b3"
+    assert put_together([chunk_of(one) for one in framed(draft, runs, ending())])[3]["text"] == "b3"
 
 
 def test_no_prompt_is_put_down() -> None:
@@ -240,7 +240,7 @@ def test_tokens_are_told_in_four_lists() -> None:
 @pytest.mark.parametrize("outcome", sorted(set(Outcome) - ANSWERED))
 def test_a_failure_is_an_error_object_and_never_a_finish_reason(outcome: Outcome) -> None:
     draft, last = completions.parse(body()), ending(outcome, message="why")
-    chunks = [one.chunk for one in framed(draft, [run("text", "Hel")], last)]
+    chunks = [chunk_of(one) for one in framed(draft, [run("text", "Hel")], last)]
 
     assert set(chunks[-1]) == {"error"} and chunks[-1]["error"]["message"] == "why"
     with pytest.raises(ForebayError, match="why"):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gevent.socket
 import hypothesis.strategies as st
 import pytest
 import werkzeug.exceptions as faults
@@ -189,13 +190,28 @@ def test_each_connection_sends_at_once_and_ends_when_nothing_is_taken(monkeypatc
     monkeypatch.setattr(GeventWorker, "handle", lambda self, listener, client, addr: handled.append(client))
     made = edge.worker(3.0)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        client, addr = listener.accept()
-        with client:
+        accepted, addr = listener.accept()
+        with gevent.socket.socket(fileno=accepted.detach()) as client:
             made.handle(made.__new__(made), listener, client, addr)
 
-            assert handled == [client]
+            assert handled[0].fileno() == client.fileno()
             assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
             assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 3000
+
+
+def test_what_the_kernel_does_not_take_at_once_follows() -> None:
+    """A client that reads late gets every byte, in order."""
+    ours, theirs = gevent.socket.socketpair()
+    said = bytes(range(256)) * 40_000
+    with ours, theirs:
+        writing = gevent.spawn(edge.Client(ours).sendall, said)
+        read = bytearray()
+        while len(read) < len(said):
+            gevent.sleep(0)
+            read += theirs.recv(1 << 16)
+        writing.get(timeout=5)
+
+    assert bytes(read) == said
 
 
 # --- headers

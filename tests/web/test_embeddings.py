@@ -39,7 +39,7 @@ def test_an_input_has_four_forms(given_: object, prompts: tuple[Any, ...]) -> No
 
 
 def test_null_is_unset_for_every_optional_field() -> None:
-    optional = set(embeddings._EmbeddingsBody.model_fields) - {"model", "input"} | set(embeddings._UNSERVED)
+    optional = set(embeddings.EmbeddingsBody.model_fields) - {"model", "input"} | set(embeddings._UNSERVED)
 
     assert embeddings.parse(body(**dict.fromkeys(optional))) == embeddings.parse(body())
 
@@ -79,7 +79,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*embeddings._EmbeddingsBody.model_fields]), json_values, max_size=4))
+@given(st.dictionaries(st.sampled_from([*embeddings.EmbeddingsBody.model_fields]), json_values, max_size=4))
 def test_any_body_is_a_draft_or_a_bad_request(fields: dict[str, Any]) -> None:
     try:
         embeddings.parse(body() | fields)

@@ -75,7 +75,7 @@ def test_a_bare_body_asks_for_the_engines_defaults() -> None:
 
 
 def test_null_is_unset_for_every_optional_field() -> None:
-    optional = set(messages._MessagesBody.model_fields) - {"model", "messages", "max_tokens"} | set(messages._UNSERVED)
+    optional = set(messages.MessagesBody.model_fields) - {"model", "messages", "max_tokens"} | set(messages._UNSERVED)
 
     assert messages.parse(body(**dict.fromkeys(optional))) == messages.parse(body())
 
@@ -245,7 +245,7 @@ def test_a_fault_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
 
 @given(
     fields=st.dictionaries(
-        st.sampled_from([*messages._MessagesBody.model_fields, "x"]),
+        st.sampled_from([*messages.MessagesBody.model_fields, "x"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
             lambda inner: (

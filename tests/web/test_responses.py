@@ -146,7 +146,7 @@ def test_a_conversation_may_be_sent_back_as_it_was_received() -> None:
 
 
 def test_null_is_unset_for_every_optional_field() -> None:
-    optional = set(responses._ResponsesBody.model_fields) - {"model", "input"} | set(responses._UNSERVED)
+    optional = set(responses.ResponsesBody.model_fields) - {"model", "input"} | set(responses._UNSERVED)
 
     assert responses.parse(body(**dict.fromkeys(optional))) == responses.parse(body())
 
@@ -357,7 +357,7 @@ def test_no_part_of_a_prompt_is_put_down_that_is_not_to_be_stored(store: bool) -
         assert (shown["instructions"], shown["tools"], shown["text"]["format"]["schema"]) == (None, [], {})
 
 
-names = st.sampled_from(sorted(set(responses._ResponsesBody.model_fields) | set(responses._UNSERVED)))
+names = st.sampled_from(sorted(set(responses.ResponsesBody.model_fields) | set(responses._UNSERVED)))
 words = st.sampled_from(
     ["message", "function_call", "function", "user", "assistant", "auto", "required", "json_schema", "input_text"]
 )

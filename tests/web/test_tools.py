@@ -13,7 +13,7 @@ from core.catalog import EngineKnobs, Model
 from core.errors import BadRequest
 from core.stream.frames import Run
 from core.values import Outcome, Tools
-from tests.web.answers import ID, cut, edges, ending, run
+from tests.web.answers import ID, chunk_of, cut, edges, ending, run
 from web import bounds
 from web.dialects import chat
 from web.dialects.draft import Draft
@@ -200,7 +200,7 @@ def chunks_of(fields: dict[str, Any], runs: list[Run], outcome: Outcome = Outcom
     chunks = [one for one in framing.began() if isinstance(one, Numbered)]
     for piece in runs:
         chunks += framing.text(piece)
-    return [one.chunk for one in chunks + framing.ending(ending(outcome))]
+    return [chunk_of(one) for one in chunks + framing.ending(ending(outcome))]
 
 
 @given(edges)

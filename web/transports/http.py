@@ -209,15 +209,30 @@ def _open_ended(
     let_go = ExitStack()
     let_go.callback(admission.release, stream)
     let_go.enter_context(watch.over(stream, admission))
-    response = Response(chunks, mimetype=mimetype, headers=SSE_HEADERS)
-    # Not a `finally` in a generator: one that its server closes before the first chunk never runs.
-    response.call_on_close(let_go.close)
-    return response
+    # Straight to the server: werkzeug would look at each chunk twice.
+    return Response(_Body(chunks, let_go.close), mimetype=mimetype, headers=SSE_HEADERS, direct_passthrough=True)
+
+
+class _Body:
+    """What a server iterates, and closes. Not a `finally` in the generator: one that its server closes before the first
+    chunk never runs."""
+
+    def __init__(self, chunks: Iterator[bytes], close: Callable[[], None]) -> None:
+        self._chunks, self._close = chunks, close
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._chunks
+
+    def close(self) -> None:
+        self._close()
 
 
 def data_line(value: Any) -> bytes:
-    line: bytes = b"data: " + orjson.dumps(value) + b"\n\n"
-    return line
+    return b"data: %b\n\n" % _json(value)
+
+
+def _json(value: Any) -> bytes:
+    return value if type(value) is bytes else orjson.dumps(value)
 
 
 def event_lines(event: dict[str, Any]) -> bytes:
@@ -227,7 +242,7 @@ def event_lines(event: dict[str, Any]) -> bytes:
 
 def identified_lines(value: Any, of: bytes, cursor: int) -> bytes:
     """An event with an id, which a client that comes back sends as `Last-Event-ID`: whose stream it is, and where."""
-    return b"id: %b:%d\ndata: %b\n\n" % (of, cursor, orjson.dumps(value))
+    return b"id: %b:%d\ndata: %b\n\n" % (of, cursor, _json(value))
 
 
 def comment_line(text: str) -> bytes:
