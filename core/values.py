@@ -72,6 +72,12 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.choice == "required" or self.choice.startswith("=")
 
     @property
+    def bound(self) -> bool:
+        """The answer keeps to a grammar that the engine makes of the functions."""
+        strict = any(function.get("strict") for function in self.functions)
+        return self.forced or (self.choice != "none" and (strict or not self.parallel))
+
+    @property
     def named(self) -> str:
         """The one function that must be called, if one is named."""
         return self.choice[1:] if self.choice.startswith("=") else ""
@@ -156,7 +162,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def resumable(self) -> bool:
         """Another worker may go on from what was delivered."""
-        plain = self.task == "generate" and self.width == 1 and not (self.tools and self.tools.forced)
+        plain = self.task == "generate" and self.width == 1 and not (self.tools and self.tools.bound)
         return plain and self.sampling.resumable
 
     @property

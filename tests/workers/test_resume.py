@@ -378,3 +378,19 @@ def test_several_answers_and_calls_that_must_be_begin_anew(more: dict[str, Any])
     begun = plan(asked, delivered(b"ab", "ab"), by_byte)
 
     assert begun == Plan()
+
+
+@pytest.mark.parametrize(
+    ("strict", "choice", "parallel", "resumable"),
+    [
+        (False, "auto", True, True),
+        (True, "auto", True, False),  # vLLM makes a grammar of it
+        (False, "auto", False, False),  # and of one call at most
+        (True, "none", False, True),
+        (False, "required", True, False),
+        (False, "=f", True, False),
+    ],
+)
+def test_what_a_grammar_binds_is_not_gone_on_with(strict: bool, choice: str, parallel: bool, resumable: bool) -> None:
+    tools = Tools(functions=({"name": "f", "strict": strict},), choice=choice, parallel=parallel)
+    assert msgspec.structs.replace(request(), tools=tools).resumable is resumable
