@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import chain, groupby
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -122,13 +122,21 @@ def kind_of(kind: str) -> Kind:
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """The runs with neighbours of one kind put together."""
-    whole: list[Run] = []
-    for kind, some in groupby(runs, key=lambda run: run.kind):
-        parts = list(some)
-        text = "".join(run.text for run in parts)
-        whole.append(Run(kind, text, tuple(chain.from_iterable(run.logprobs for run in parts))))
-    return whole
+    """The runs with neighbours of one kind put together; what has no characters belongs to what it follows."""
+    whole: list[list[Run]] = []
+    kind = ""  #: of the last one, once it has characters
+    for run in runs:
+        if not whole or (run.text and kind not in ("", run.kind)):
+            whole.append([])
+        whole[-1].append(run)
+        kind = run.kind if run.text else kind
+    return [_joined(some) for some in whole]
+
+
+def _joined(some: list[Run]) -> Run:
+    kind = next((run.kind for run in some if run.text), some[0].kind)
+    logprobs = tuple(chain.from_iterable(run.logprobs for run in some))
+    return Run(kind, "".join(run.text for run in some), logprobs)
 
 
 def cut_of(tokens: Iterable[int]) -> str:
