@@ -72,6 +72,15 @@ def drive(platform: Platform, *, connections: int, tokens: int, requests: int = 
         url=ready.url, key=ready.api_key, model=ready.model, connections=connections, tokens=tokens,
         requests=requests, seconds=seconds, timeout_s=PATIENCE_S + seconds + tokens * requests * 0.1,
     )  # fmt: skip
+    return run(load)
+
+
+def run(load: Load) -> Seen:
+    """The same, against whatever the load names.
+
+    Raises:
+      BenchFailed: as `drive`.
+    """
     argv = [sys.executable, "-m", "ops.bench.load"]
     done = subprocess.run(argv, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=False)
     if done.returncode:

@@ -8,13 +8,17 @@ same platform after a warm-up:
 2. many requests of one token: the gateway's processor time per request, less that of its token.
 3. a few streams: how much later than the engine's pace a token comes at the client, while no processor is busy.
 4. idle WebSockets: how much memory each adds to the gateway.
+
+With peers, other gateways get the loads of runs 1 and 2 afterwards (`ops/bench/peers.py`).
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from ops.bench import peers
 from ops.bench.load import Seen, drive, idle_sockets
 from ops.bench.platform import BenchFailed, Cpu, Platform, running, scripted
 from ops.bench.report import Found, Say
@@ -38,6 +42,7 @@ class Options:
     streams: int
     tokens: int  #: per stream
     seconds: float  #: go on with new streams for so long; 0: each stream once
+    peers: bool = False  #: other gateways get the same load afterwards
 
 
 def figures(options: Options, say: Say) -> Found:
@@ -60,7 +65,15 @@ def figures(options: Options, say: Say) -> Found:
             "added_itl_ms_p99": _added_itl_ms(platform, options, say),
             "idle_socket_kb": _idle_socket_kb(platform, say),
         }
-    return {name: round(value, 2) for name, value in found.items()}, {}
+    return {name: round(value, 2) for name, value in found.items()}, _peers(options, say) if options.peers else {}
+
+
+def _peers(options: Options, say: Say) -> dict[str, dict[str, Any]]:
+    shape = peers.Shape(
+        streams=options.streams, tokens=options.tokens, seconds=options.seconds, step_ms=STEP_MS,
+        short_at_once=SHORT_AT_ONCE, short_in_a_row=SHORT_IN_A_ROW,
+    )  # fmt: skip
+    return peers.figures(shape, say)
 
 
 def _catalog(options: Options) -> str:

@@ -8,16 +8,20 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from array import array
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from ops import prepare
-from ops.bench import load, report
+from ops.bench import load, peers, report
 from ops.bench.platform import BenchFailed, Cpu
 from ops.bench.simulated import Job, Profile, SimulatedEngine
+from ops.up import free_port
+from tests.platform import until
 
 QUEUE_KEYS = {"idle_start_ms_p50", "idle_start_ms_p99", "messages_per_s", "idle_commands_per_s"}
 FAIRNESS_KEYS = {
@@ -61,6 +65,110 @@ def test_a_small_stream_bench_gives_every_figure_and_leaves_nothing(data: Path) 
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert "8 streams of 50 tokens" in done.stderr
     assert list(folder.iterdir()) == running_in(folder) == []
+
+
+#: A gateway that adds nothing: it hands on bytes, both ways, and burns some time for each answer's.
+RELAY = """#!{python}
+import asyncio, sys
+async def copy(reader, writer, work):
+    while data := await reader.read(65536):
+        sum(range(work))
+        writer.write(data)
+    writer.close()
+async def serve(reader, writer):
+    there, thither = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+    await asyncio.gather(copy(reader, thither, 0), copy(there, writer, 50_000))
+async def main():
+    await (await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1]))).serve_forever()
+asyncio.run(main())
+"""
+
+
+def installed(data: Path, name: str, program: str) -> peers.Peer:
+    """A peer that is there already: nothing is installed for it."""
+    home = data / "peers" / name
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "gateway").write_text(program)
+    (home / "bin" / "gateway").chmod(0o755)
+    (home / "forebay.stamp").write_text(f"{name}==1")
+
+    def argv(place: peers.Place) -> tuple[str, ...]:
+        return str(place.bin / "gateway"), str(place.port), place.upstream.rpartition(":")[2]
+
+    return peers.Peer(name=name, requirement=f"{name}==1", argv=argv)
+
+
+def small_shape() -> peers.Shape:
+    return peers.Shape(streams=8, tokens=60, seconds=0.0, step_ms=5.0, short_at_once=2, short_in_a_row=10)
+
+
+def test_a_peer_is_measured_as_our_gateway_is_and_nothing_of_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    relay, said = installed(tmp_path, "relay", RELAY.format(python=sys.executable)), list[str]()
+
+    found = peers.figures(small_shape(), said.append, peers=[relay], data=tmp_path)
+
+    assert set(found) == {"relay"}
+    assert set(found["relay"]) == {"gateway_cpu_us_per_token", "gateway_cpu_ms_per_request"}
+    assert found["relay"]["gateway_cpu_us_per_token"] > 100, "it burns that much"
+    assert "480 tokens in 480 events" in " ".join(said)
+    assert running_in(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["peers"]
+
+
+def test_a_peer_that_cannot_be_installed_or_started_is_left_out_and_the_others_are_measured(tmp_path: Path) -> None:
+    missing = peers.Peer(name="missing", requirement=f"{tmp_path}/no-such-package", argv=lambda place: ("true",))
+    broken = installed(tmp_path, "broken", "#!/bin/sh\necho the licence has run out\nexit 3\n")
+    relay, said = installed(tmp_path, "relay", RELAY.format(python=sys.executable)), list[str]()
+
+    found = peers.figures(small_shape(), said.append, peers=[missing, broken, relay], data=tmp_path)
+
+    assert set(found) == {"relay"}
+    text = "\n".join(said)
+    assert "missing is left out: it was not installed" in text
+    assert "no-such-package" in text
+    assert "broken is left out: it did not start" in text
+    assert "the licence has run out" in text
+
+
+def test_a_foreign_program_ends_when_the_bench_that_started_it_is_killed() -> None:
+    """Its leash is the standard input of the process that watches over it."""
+    watched = subprocess.Popen(
+        [sys.executable, "-m", "ops.bench.peers", "sleep", "600"],
+        stdin=subprocess.PIPE, cwd=prepare.ROOT, start_new_session=True,
+    )  # fmt: skip
+    assert watched.stdin is not None
+    watcher = psutil.Process(watched.pid)
+    (program,) = until(watcher.children, "the program")
+
+    watched.stdin.close()
+
+    psutil.wait_procs([program], timeout=10)
+    assert not program.is_running()
+    assert watched.wait(10) != 0
+
+
+def test_the_engine_behind_the_peers_answers_as_vllm_does() -> None:
+    """An answer's letters come in order; its tokens are counted for who asks; a prompt's tokens are told."""
+    port = free_port("127.0.0.1", 0)
+    argv = [sys.executable, "-m", "ops.bench.upstream", str(port), "5"]
+    asked = {"model": "m", "stream": True, "max_tokens": 30, "stream_options": {"include_usage": True}}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=prepare.ROOT):  # the end of its input is its own
+        until(lambda: peers.answers(port, "any"), "the engine")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1/chat/completions") as client:
+            lines = [line for line in client.post("", json=asked).text.split("\n\n") if line]
+            rendered = client.post("/render", json=asked).json()
+
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert events.pop()["usage"]["completion_tokens"] == 30
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 31 + ["stop"]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "abcdefghijklmnopqrstuvwxyzabcd"
+    assert rendered["token_ids"] == list(range(100, 116))
 
 
 def test_a_load_without_streams_is_not_understood(tmp_path: Path) -> None:
