@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import os
+import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,7 @@ def store(valkey: redis.Redis, clock: Clock) -> Store:
 def _postgres(data: Path) -> Iterator[str]:
     server = stores.start_postgres(data)
     yield server.url
-    server.stop()
+    os.kill(server.pid, signal.SIGQUIT)  # at once: nobody wants to keep what hundreds of tests wrote
 
 
 @pytest.fixture(scope="session")
