@@ -175,6 +175,24 @@ def test_a_stored_response_is_gone_on_from_after_a_reconnect(platform: Platform,
     assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
+@pytest.mark.parametrize("how", [{"generate": False, "store": True}, {"store": False}])
+def test_what_goes_on_from_what_is_not_stored_is_stored_with_all_before_it(
+    platform: Platform, schemas: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """A warm-up says that it is not stored, whatever it asks for."""
+    with session(platform, schemas) as one:
+        first = one.turn("Remember the code word: bismuth.", **how)
+        second = one.answered("Go on.", previous_response_id=first["id"], store=True)
+        third = one.answered("And on.", previous_response_id=second["id"], store=True)
+    assert (first["store"], second["store"], third["store"]) == (False, True, True)
+    with session(platform, schemas) as again:
+        fourth = again.answered("And on.", previous_response_id=third["id"], store=True)
+        assert not_found(again.turn("And on.", previous_response_id=first["id"]))
+    assert second["previous_response_id"] == first["id"]
+    sizes = [response["usage"]["input_tokens"] for response in (second, third, fourth)]
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
 def test_websocket_generate_false(platform: Platform, schemas: dict[str, Any]) -> None:
     """A warm-up has an id, no output and no cost, and can be gone on from."""
     with session(platform, schemas) as one:

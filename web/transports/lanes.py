@@ -99,18 +99,26 @@ class Recent:
     def __init__(self, bytes_max: int = RECENT_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
         self._kept: dict[Lane, tuple[str, Conversation]] = {}  #: lane -> response, and up to it; the oldest first
+        self._stored: set[str] = set()  #: those of them that others can go on from, too
 
     @property
     def size_bytes(self) -> int:
         return sum(_size(conversation) for _, conversation in self._kept.values())
 
-    def keep(self, lane: Lane, response_id: str, conversation: Conversation) -> None:
+    def keep(self, lane: Lane, response_id: str, conversation: Conversation, *, stored: bool = False) -> None:
         """A lane's newest. For want of room the oldest is forgotten; one too large by itself is not remembered."""
         self._kept.pop(lane, None)
         if _size(conversation) <= self.bytes_max:
             self._kept[lane] = (response_id, conversation)
         while self.size_bytes > self.bytes_max:
             del self._kept[next(iter(self._kept))]
+        self._stored = {kept for kept, _ in self._kept.values() if kept in self._stored}
+        if stored and self.find(response_id) is not None:
+            self._stored.add(response_id)
+
+    def only_here(self, response_id: str) -> bool:
+        """Nobody but this connection knows it."""
+        return self.find(response_id) is not None and response_id not in self._stored
 
     def find(self, response_id: str) -> Conversation | None:
         """The conversation up to and with a response, of whichever lane."""

@@ -222,9 +222,10 @@ class Socket:
             turn = (earlier, draft)
             if not create.generate:
                 request_id = new_id()
-                self._tell(ResponsesAnswer(request_id, draft, created_s(request_id)).warmed(), lane, turn)
+                unstored = msgspec.structs.replace(draft, store=False)
+                self._tell(ResponsesAnswer(request_id, unstored, created_s(request_id)).warmed(), lane, turn)
                 return
-            stream = self.admission.admit(self.caller, draft, "websocket").stream
+            stream = self.admission.admit(self.caller, self._to_store(draft, earlier), "websocket").stream
         except ForebayError:
             self._recent.failed(lane, create.draft.previous)
             raise
@@ -244,6 +245,14 @@ class Socket:
             earlier = (_encoded(self.history.before(self.caller, previous)),)
         items = [item for turn in earlier for item in json.loads(turn)]
         return responses.continued(msgspec.structs.replace(draft, previous=previous), items), earlier
+
+    def _to_store(self, draft: Draft, earlier: Conversation) -> Draft:
+        """What goes on from a response that is not stored is stored with all that came before it: by the name of that
+        response nobody else would find it."""
+        if not (draft.store and self._recent.only_here(draft.previous)):
+            return draft
+        before = [item for turn in earlier for item in json.loads(turn)]
+        return msgspec.structs.replace(draft, previous="", items=[*before, *draft.items])
 
     def _check_model(self, name: str) -> None:
         if self.model not in ("", name):
@@ -285,7 +294,8 @@ class Socket:
         except RecursionError:
             log.info("turn_too_deep")
         else:
-            self._recent.keep(lane, last["response"]["id"], (*earlier, turn))
+            stored = last["response"]["store"]
+            self._recent.keep(lane, last["response"]["id"], (*earlier, turn), stored=stored)
 
     def _send(self, event: dict[str, Any], stream_id: str | None = None) -> None:
         named = event if stream_id is None else {**event, "stream_id": stream_id}
