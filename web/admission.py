@@ -51,7 +51,7 @@ from web.dialects import view
 from web.dialects.draft import Dialect, Draft, Tier
 from web.dialects.view import View, view_of
 from web.render import Renderer
-from web.router import Route, prefer
+from web.router import Route, by_name, prefer
 from web.stream import Stream
 from web.subscriber import Subscriber
 
@@ -289,7 +289,8 @@ class Admission:
         hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
         prefix = checkpoints(hashes)
         price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix, draft.tier)
-        route = self._route(self.catalog[draft.model], len(hashes), held)
+        name = cache_salt + draft.affinity if draft.affinity else ""
+        route = self._route(self.catalog[draft.model], len(hashes), held, name)
         embeds = draft.dialect == "embeddings"
         input_tokens = sum(map(len, prompts))
         if embeds:
@@ -331,9 +332,10 @@ class Admission:
             return chain(prompt, model.engine.block_tokens, cache_salt)
         return self.off_hub(chain, prompt, model.engine.block_tokens, cache_salt)
 
-    def _route(self, model: Model, blocks: int, held: list[list[str]]) -> Route:
-        block_ms = model.engine.block_tokens * model.step.prefill_ms
-        return prefer(blocks, depths(blocks), held, self._fleets[model.name].ready, block_ms=block_ms)
+    def _route(self, model: Model, blocks: int, held: list[list[str]], name: str) -> Route:
+        block_ms, ready = model.engine.block_tokens * model.step.prefill_ms, self._fleets[model.name].ready
+        route = prefer(blocks, depths(blocks), held, ready, block_ms=block_ms)
+        return by_name(route, name, ready, block_ms=block_ms) if name else route
 
     def _known(
         self, model: str, key_id: str, prefix: Collection[bytes] = (), tier: Tier = "default"

@@ -7,7 +7,8 @@ these has room, or after `steal_ms`: as long as the wait is worth it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Literal
 
 #: Workers that a request may prefer; the queue's own bound.
@@ -21,13 +22,15 @@ NEAR = 0.9
 #: A request waits for its holders at most so many times as long as it takes to compute what they hold. More than once,
 #: since a copy also takes the place of another prefix in the cache of whoever makes it.
 PATIENCE = 8
+#: How long a prompt that nobody holds waits for the worker of its name, ms: long enough for an idle one to take it.
+NAMED_STEAL_MS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """The decision, and why."""
 
-    reason: Literal["nobody holds it", "too little of it", "its holders are gone", "held"]
+    reason: Literal["nobody holds it", "too little of it", "its holders are gone", "held", "its name"]
     preferred: tuple[str, ...] = ()  #: best first
     steal_ms: int = 0  #: how long it waits for one of them
     held_blocks: int = 0  #: of the prompt, by the best; a lower bound, as checkpoints are
@@ -60,3 +63,12 @@ def prefer(
         held_blocks=best,
         blocks=blocks,
     )
+
+
+def by_name(route: Route, name: str, live: Collection[str], *, block_ms: float) -> Route:
+    """The route of a prompt that nobody holds, whose caller says which others it has much in common with: the same name
+    leads to the same worker, so that they meet there (rendezvous hashing: Thaler and Ravishankar, 1996)."""
+    if route.preferred or not live or route.blocks * block_ms < WORTH_MS:
+        return route
+    best = max(live, key=lambda worker: blake2b(f"{name}\0{worker}".encode(), digest_size=8).digest())
+    return replace(route, reason="its name", preferred=(best,), steal_ms=NAMED_STEAL_MS)

@@ -13,7 +13,7 @@ from core.prefix import chain, checkpoints, depths, hold, holders
 from core.redis import Store
 from tasks.queue import STEAL_MS, Claimed, Queue, Room, Task
 from tests.conftest import Clock
-from web.router import NEAR, PREFERRED_MAX, WORTH, Route, prefer
+from web.router import NAMED_STEAL_MS, NEAR, PREFERRED_MAX, WORTH, Route, by_name, prefer
 
 WORKERS = ("w1", "w2", "w3", "w4", "w5")
 BLOCK_TOKENS = 16
@@ -200,3 +200,29 @@ def test_classes_come_before_locality(place: Place) -> None:
     place.put("urgent", cls=1)
 
     assert place.claim("w1") == ["urgent"]
+
+
+# --- by name
+
+
+@given(st.text(), st.sets(st.sampled_from(WORKERS), min_size=1), st.sampled_from(WORKERS))
+def test_a_name_leads_to_one_worker_until_that_is_gone(name: str, live: set[str], gone: str) -> None:
+    """Whoever else comes or goes: so prompts that share a prefix nobody has announced yet meet."""
+    first = by_name(route(64, []), name, live, block_ms=BLOCK_MS)
+    [chosen] = first.preferred
+    left = live - {gone}
+
+    assert (first.reason, first.steal_ms) == ("its name", NAMED_STEAL_MS) and chosen in live
+    if left and gone != chosen:
+        assert by_name(route(64, []), name, left, block_ms=BLOCK_MS).preferred == (chosen,)
+
+
+def test_names_are_spread_over_the_workers_and_count_less_than_what_is_held() -> None:
+    named = [by_name(route(64, []), str(n), WORKERS, block_ms=BLOCK_MS).preferred[0] for n in range(1000)]
+    assert min(named.count(worker) for worker in WORKERS) > 120
+
+    held = route(4, [["w1"], [], []])
+    assert by_name(held, "name", WORKERS, block_ms=BLOCK_MS) is held
+    short, nobody = Route(reason="nobody holds it"), route(64, [])
+    assert by_name(short, "name", WORKERS, block_ms=BLOCK_MS) is short, "not worth it"
+    assert by_name(nobody, "name", (), block_ms=BLOCK_MS) is nobody
