@@ -445,7 +445,7 @@ def _absent(request_id: str) -> ForebayError:
     """What an id is told that nothing is kept of for this caller. It depends on the id alone, so that nobody learns
     whether it is another's."""
     age_ms = time.time_ns() // 1_000_000 - (UUID(request_id).int >> 80)
-    return Gone() if age_ms > OUTPUT_MS else NotFound("There is no such response, or this key has not made it.")
+    return Gone() if age_ms > OUTPUT_MS else NotFound("There is no such response, or it is another project's.")
 
 
 def queue_bounds(model: Model) -> Bounds:

@@ -42,7 +42,12 @@ from web.transports.sockets import KEY_SOCKETS, Sockets
 log = logs.get(__name__)
 
 #: Who may call an endpoint. An endpoint that is not named needs a generating key.
-PUBLIC = frozenset({"health.health", "health.ready", "static"})
+PUBLIC = frozenset(
+    {
+        *("health.health", "health.ready", "static"),
+        *("reference.openapi", "reference.docs", "reference.docs_asset", "reference.llms_txt"),
+    }
+)
 ADMIN = frozenset({"health.metrics"})
 #: Characters of a client's own name for a request that are logged.
 CLIENT_ID_CHARS = 512
@@ -105,6 +110,7 @@ def create(parts: Gateway) -> Flask:
         health,
         messages,
         models,
+        reference,
         responses,
         secrets,
         socket,
@@ -120,7 +126,7 @@ def create(parts: Gateway) -> Flask:
     app.register_error_handler(ForebayError, _refused)
     app.register_error_handler(HTTPException, _http_fault)
     app.register_error_handler(Exception, _broken)
-    for routes in (account, completions, generation, health, messages, models, responses, secrets, tokens):
+    for routes in (account, completions, generation, health, messages, models, reference, responses, secrets, tokens):
         app.register_blueprint(routes.blueprint)
     socket.add_to(app)
     return app

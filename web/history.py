@@ -552,7 +552,7 @@ def _request_id(response_id: str) -> str:
 
 
 def _absent() -> NotFound:
-    return NotFound("There is no such response, or this key has not made it.")
+    return NotFound("There is no such response, or it is another project's.")
 
 
 def _no_previous(response_id: str) -> BadRequest:

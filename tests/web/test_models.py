@@ -64,6 +64,11 @@ def test_a_page_that_there_is_not_is_refused(client: FlaskClient, asked: str) ->
     assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, asked.partition("=")[0])
 
 
+def test_openais_list_has_no_pages_and_yet_no_wrong_limit(client: FlaskClient) -> None:  # noqa: F811
+    assert client.get("/v1/models?limit=1").status_code == 200
+    assert client.get("/v1/models?limit=0").status_code == 400
+
+
 @pytest.mark.parametrize("headers", [{}, ANTHROPIC])
 def test_an_unknown_model_is_not_found(client: FlaskClient, headers: dict[str, Any]) -> None:  # noqa: F811
     answer = client.get("/v1/models/none", headers=headers)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -60,7 +60,7 @@ _Name = Annotated[Text, Field(max_length=NAME_CHARS_MAX)]
 
 
 def _legacy(value: object) -> None:
-    if value:  # dropped, the model would not see what it did
+    if value is not None:  # dropped, the model would not see what it did
         raise PydanticCustomError("legacy", "This form was replaced by tool_calls and is not supported; send those")
 
 
@@ -82,8 +82,15 @@ class _ToolCall(BaseModel):
         return Call(self.id, self.function.name, self.function.arguments)
 
 
+def _needs_content(schema: dict[str, Any]) -> None:
+    """Says in a schema what `_calls_need_no_content` does."""
+    schema["required"].remove("content")
+    calls = {"tool_calls": {"type": "array", "minItems": 1}}
+    schema["anyOf"] = [{"required": ["content"]}, {"required": ["tool_calls"], "properties": calls}]
+
+
 class _Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra=_needs_content)
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content
@@ -146,10 +153,19 @@ class _Allowed(BaseModel):
     tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=TOOLS_MAX)]
 
 
+def _each_its_own(schema: dict[str, Any]) -> None:
+    """Says in a schema that a choice has what its type names."""
+    fields = schema.pop("properties")
+    schema["anyOf"] = [
+        {"properties": {"type": {"const": kind}, kind: fields[kind]["anyOf"][0]}, "required": ["type", kind]}
+        for kind in fields.pop("type")["enum"]
+    ]
+
+
 class _ToolChoice(BaseModel):
     """One function, or some of them; or a word, which stands for itself."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra=_each_its_own)
 
     type: Literal["function", "allowed_tools"]
     function: _Named | None = None
@@ -185,7 +201,7 @@ def _tool_choice(asked: object) -> object:
     return asked
 
 
-class _ChatBody(Body):
+class ChatBody(Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -198,8 +214,8 @@ class _ChatBody(Body):
         _ToolChoice,
         BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | _ToolChoice),
     ] = Field(default_factory=partial(_ToolChoice.model_construct, type="function", word="auto"))
-    functions: list[Any] = Field(default_factory=list)
-    function_call: Any = None
+    functions: Annotated[list[Any], WithJsonSchema({"type": "array", "maxItems": 0})] = Field(default_factory=list)
+    function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
     stream_options: _StreamOptions = _StreamOptions()
     reasoning_effort: _Name | None = None
     verbosity: _Name | None = None
@@ -228,7 +244,7 @@ def parse(body: object) -> Draft:
     Raises:
       BadRequest: the first fault, naming its field.
     """
-    asked = validated(_ChatBody, body, _UNSERVED)
+    asked = validated(ChatBody, body, _UNSERVED)
     _refuse(asked)
     knobs, tools = asked.knobs(), asked.called()
     # Where the answer is a call, there is none that could have a form.
@@ -247,7 +263,7 @@ def parse(body: object) -> Draft:
     )
 
 
-def _refuse(asked: _ChatBody) -> None:
+def _refuse(asked: ChatBody) -> None:
     if asked.functions:
         raise not_served("functions", "it was replaced by 'tools', send those")
     if asked.function_call not in (None, "none", "auto"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from core.errors import BadRequest
 from core.stream.frames import Kind, Logprob, Run
@@ -38,7 +38,7 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _CompletionsBody(Body):
+class CompletionsBody(Body):
     prompt: Annotated[
         tuple[Prompt, ...], BeforeValidator(prompts, json_schema_input_type=PromptForms), at_most(PROMPTS_MAX)
     ]
@@ -46,7 +46,7 @@ class _CompletionsBody(Body):
     n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] = 1
     best_of: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] | None = None
     echo: bool = False
-    suffix: Text = ""
+    suffix: Annotated[Text, WithJsonSchema({"type": "string", "maxLength": 0})] = ""
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     response_format: ResponseFormat | None = None
     stream_options: _StreamOptions = _StreamOptions()
@@ -61,7 +61,7 @@ def parse(body: object) -> Draft:
     Raises:
       BadRequest: the first fault, naming its field.
     """
-    asked = validated(_CompletionsBody, body, _UNSERVED)
+    asked = validated(CompletionsBody, body, _UNSERVED)
     _refuse(asked)
     knobs = asked.knobs()
     knobs["sampling"] = msgspec.structs.replace(knobs["sampling"], logprobs=asked.logprobs)
@@ -77,7 +77,7 @@ def parse(body: object) -> Draft:
     )
 
 
-def _refuse(asked: _CompletionsBody) -> None:
+def _refuse(asked: CompletionsBody) -> None:
     if asked.suffix:
         raise not_served("suffix", "leave it out or send an empty one")
     if asked.best_of not in (None, asked.n):

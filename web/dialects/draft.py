@@ -7,11 +7,20 @@ and a field that would change the answer but is not served yet is refused rather
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
@@ -148,9 +157,28 @@ def _content_text(content: object) -> str:
     raise PydanticCustomError("content", "Input should be a string, null or a list of text parts")
 
 
-Content = Annotated[
-    Text, BeforeValidator(_content_text, json_schema_input_type=str | list[str | dict[str, Any]] | None)
-]
+def text_part(*kinds: str) -> dict[str, Any]:
+    """The schema of a part of a content: text of one of these kinds, or a refusal."""
+    text, refusal = {"type": "string"}, {"type": "string", "const": "refusal"}
+    forms = (("text", {"type": "string", "enum": list(kinds)}), ("refusal", refusal))
+    return {
+        "anyOf": [
+            text,
+            *(
+                {"type": "object", "properties": {"type": kind, name: text}, "required": ["type", name]}
+                for name, kind in forms
+            ),
+        ]
+    }
+
+
+_Part = Annotated[Any, WithJsonSchema(text_part("text", "input_text", "output_text"))]
+Content = Annotated[Text, BeforeValidator(_content_text, json_schema_input_type=str | list[_Part] | None)]
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
+#: What `_stops` takes.
+_StopForms = _Stop | Annotated[list[_Stop], Field(max_length=STOPS_MAX)]
 
 
 def _stops(stop: object) -> tuple[str, ...]:
@@ -238,12 +266,58 @@ def without_nulls(body: Any) -> Any:
     return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
+def described(form: Any) -> BeforeValidator:
+    """What is checked later, and so has a type of its own, is said in a schema to have this form."""
+    return BeforeValidator(_as_it_is, json_schema_input_type=form)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def nullable(schema: dict[str, Any]) -> None:
+    """Says in a schema that null is unset, as `without_nulls` has it."""
+    fields = schema["properties"]
+    for name in fields.keys() - set(schema.get("required", ())):
+        default = {"default": fields[name].pop("default")} if "default" in fields[name] else {}
+        fields[name] = {"anyOf": [fields[name], {"type": "null"}], **default}
+
+
+def needed(kind: str, *names: str) -> Callable[[dict[str, Any]], None]:
+    """Says in a schema that what is of one type needs more fields than others do."""
+
+    def extra(schema: dict[str, Any]) -> None:
+        others = [each for each in schema["properties"]["type"]["enum"] if each != kind]
+        fields = {name: {"not": {"type": "null"}} for name in names}
+        schema["anyOf"] = [
+            {"properties": {"type": {"enum": others}}},
+            {"properties": {"type": {"const": kind}, **fields}, "required": list(names)},
+        ]
+
+    return extra
+
+
+def _one_of_its_fields(schema: dict[str, Any]) -> None:
+    """Says in a schema that one way is chosen, and that what is null or false chooses none."""
+    fields, unset = schema.pop("properties"), {"enum": [None, False]}
+    schema["anyOf"] = [
+        {
+            "properties": {**dict.fromkeys(fields, unset), name: {"anyOf": field["anyOf"][:-1]}},
+            "required": [name],
+            "additionalProperties": unset,
+        }
+        for name, field in fields.items()
+    ]
+
+
 class StructuredOutputs(BaseModel):
     """vLLM's: what an answer must be like. One of its ways."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_one_of_its_fields)
 
-    as_json: Annotated[Json, BeforeValidator(_decoded)] | None = Field(None, alias="json")
+    as_json: Annotated[Json, BeforeValidator(_decoded, json_schema_input_type=dict[str, Any] | str)] | None = Field(
+        None, alias="json"
+    )
     regex: _Grammar | None = None
     choice: (
         Annotated[list[_Grammar], Field(min_length=1, max_length=CHOICES_MAX), AfterValidator(_bounded_json)] | None
@@ -274,7 +348,7 @@ class StructuredOutputs(BaseModel):
 class _Schema(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
-    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     as_json: Json | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -283,7 +357,7 @@ class _Schema(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's: the same, of two kinds."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=needed("json_schema", "json_schema"))
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
@@ -318,7 +392,7 @@ def _only_theirs(told: dict[str, Any]) -> dict[str, Any]:
 class Asked(BaseModel):
     """The fields that every body has."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, json_schema_extra=nullable)
 
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     service_tier: ServiceTier = "auto"
@@ -358,7 +432,7 @@ class Body(Asked):
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=_StopForms)] = ()
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from core.errors import RequestFailed
 from core.stream.frames import Run, kind_of
@@ -25,12 +25,12 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _EmbeddingsBody(Asked):
+class EmbeddingsBody(Asked):
     input: Annotated[
         tuple[Prompt, ...], BeforeValidator(prompts, json_schema_input_type=PromptForms), at_most(INPUTS_MAX)
     ]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Count | None = None
+    dimensions: Annotated[Count | None, WithJsonSchema({"type": "null"})] = None
 
 
 def parse(body: object) -> Draft:
@@ -39,7 +39,7 @@ def parse(body: object) -> Draft:
     Raises:
       BadRequest: the first fault, naming its field.
     """
-    asked = validated(_EmbeddingsBody, body, _UNSERVED)
+    asked = validated(EmbeddingsBody, body, _UNSERVED)
     if asked.dimensions is not None:
         raise not_served("dimensions", "leave it out: a vector has as many as the model gives it")
     return Draft(

@@ -14,9 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from web.dialects.draft import NAME_CHARS_MAX, Call, Message, Text
+from web.dialects.draft import NAME_CHARS_MAX, Call, Message, Text, text_part
 
 Kept = dict[str, Any]
 
@@ -36,10 +37,16 @@ _STATUSES = frozenset({"in_progress", "completed", "incomplete"})
 _Name = Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
 
 
+def _text_or_refusal(schema: dict[str, Any]) -> None:
+    """Says in a schema what `_only_text` takes."""
+    schema.clear()
+    schema.update(text_part(*sorted(_TEXTS)))
+
+
 class _Part(BaseModel):
     """A part of a content, which is text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra=_text_or_refusal)
 
     text: Text
     refusal: bool = False
@@ -84,7 +91,7 @@ def _shown(kind: str) -> str:
     return kind.encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
 
 
-_Content = Annotated[list[_Part], BeforeValidator(_parts)]
+_Content = Annotated[list[_Part], BeforeValidator(_parts, json_schema_input_type=str | list[_Part] | None)]
 
 
 def _not_null(content: object) -> object:
@@ -93,12 +100,20 @@ def _not_null(content: object) -> object:
     return content
 
 
+def _typed(schema: dict[str, Any], kind: type[_Item]) -> None:
+    """Says in a schema which types an item of this kind may have; None: it may have none."""
+    schema["properties"]["type"] = {"enum": list(kind.types)}
+    if None not in kind.types:
+        schema.setdefault("required", []).append("type")
+
+
 class _Item(BaseModel):
     """What every item may have. Statuses and ids are taken as they come: clients send back what they were given."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra=_typed)
 
     prefix: ClassVar[str]  #: of an id that we give it
+    types: ClassVar[tuple[str | None, ...]] = ()  #: that a body calls it; None: it need not say
 
     id: Annotated[Text, Field(max_length=NAME_CHARS_MAX)] | None = None
     status: Any = None
@@ -112,8 +127,14 @@ class _Item(BaseModel):
         return self.status if isinstance(self.status, str) and self.status in _STATUSES else "completed"
 
 
+def _typed_or_without_role(schema: dict[str, Any], kind: type[_Item]) -> None:
+    _typed(schema, kind)
+    typed = {"properties": {"type": {"const": "item_reference"}}, "required": ["type"]}
+    schema["anyOf"] = [typed, {"not": {"required": ["role"]}}]
+
+
 class _Message(_Item):
-    prefix = "msg"
+    prefix, types = "msg", ("message", None)
 
     role: Literal["developer", "system", "user", "assistant"]
     content: _Content
@@ -126,7 +147,7 @@ class _Message(_Item):
 
 
 class _Call(_Item):
-    prefix = "fc"
+    prefix, types = "fc", ("function_call",)
 
     call_id: _Name
     name: _Name
@@ -138,10 +159,10 @@ class _Call(_Item):
 
 
 class _Result(_Item):
-    prefix = "fco"
+    prefix, types = "fco", ("function_call_output",)
 
     call_id: _Name
-    output: Annotated[_Content, BeforeValidator(_not_null)]
+    output: Annotated[_Content, BeforeValidator(_not_null, json_schema_input_type=str | list[_Part])]
 
     def kept(self) -> Kept:
         texts = [{"type": "input_text", "text": part.text} for part in self.output]
@@ -152,7 +173,7 @@ class _Result(_Item):
 class _CustomCall(_Item):
     """A call of a tool that takes free text: to the model, one of a function with one argument, as vLLM has it."""
 
-    prefix = "ctc"
+    prefix, types = "ctc", ("custom_tool_call",)
 
     call_id: _Name
     name: _Name
@@ -164,7 +185,7 @@ class _CustomCall(_Item):
 
 
 class _CustomResult(_Result):
-    prefix = "ctco"
+    prefix, types = "ctco", ("custom_tool_call_output",)
 
     def kept(self) -> Kept:
         return {**super().kept(), "type": "custom_tool_call_output"}
@@ -173,7 +194,7 @@ class _CustomResult(_Result):
 class _Reasoning(_Item):
     """What the model thought, in full or, for want of that, in short. What is encrypted is others' and stays closed."""
 
-    prefix = "rs"
+    prefix, types = "rs", ("reasoning",)
 
     summary: _Content = []
     content: _Content = []
@@ -185,7 +206,10 @@ class _Reasoning(_Item):
 
 
 class _Reference(_Item):
-    """An item that is kept already."""
+    """An item that is kept already. Without a type it is told from a message by having no role."""
+
+    model_config = ConfigDict(json_schema_extra=_typed_or_without_role)
+    types = ("item_reference", None)
 
     id: _Name
 
@@ -194,6 +218,8 @@ class _Reference(_Item):
 
 
 class _Foreign(_Item):
+    types = tuple(sorted(_FOREIGN))
+
     def kept(self) -> None:
         return None
 
@@ -236,7 +262,7 @@ Item = Annotated[
     | Annotated[_Reasoning, Tag("<reasoning>")]
     | Annotated[_Reference, Tag("<reference>")]
     | Annotated[_Foreign, Tag("<foreign>")]
-    | Annotated[_Foreign, BeforeValidator(_refuse), Tag("<unknown>")],
+    | Annotated[SkipJsonSchema[_Foreign], BeforeValidator(_refuse), Tag("<unknown>")],
     Discriminator(_tag),
 ]
 

@@ -32,8 +32,11 @@ from web.dialects.draft import (
     Json,
     Message,
     Text,
+    described,
     error_of,
+    needed,
     not_served,
+    nullable,
     validated,
     without_nulls,
 )
@@ -73,15 +76,39 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+def _is(kind: str, *unset: str) -> ConfigDict:
+    """Says in a schema the type of a block, which `_conversation` looks at, and which fields of it may be null."""
+
+    def extra(schema: dict[str, Any]) -> None:
+        schema["properties"]["type"] = {"const": kind}
+        schema.setdefault("required", []).append("type")
+        for name in unset:
+            schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+
+    return ConfigDict(json_schema_extra=extra)
+
+
 class _TextBlock(_Part):
+    model_config = _is("text")
+
     text: Text
 
 
 class _ThinkingBlock(_Part):
+    model_config = _is("thinking")
+
     thinking: Text
 
 
+class _RedactedBlock(_Part):
+    """It is passed over."""
+
+    model_config = _is("redacted_thinking")
+
+
 class _ToolUse(_Part):
+    model_config = _is("tool_use", "input")
+
     id: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     name: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     input: dict[str, Any] = {}
@@ -96,8 +123,10 @@ class _ToolUse(_Part):
 
 
 class _ToolResult(_Part):
+    model_config = _is("tool_result")
+
     tool_use_id: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
-    content: Any = None
+    content: Annotated[Any, described(str | list[_TextBlock] | None)] = None
     is_error: bool | None = None
 
 
@@ -110,16 +139,27 @@ def _blocks(content: object) -> object:
     return content
 
 
-Blocks = Annotated[list[dict[str, Any]], BeforeValidator(_blocks)]
+_AnyBlock = _TextBlock | _ThinkingBlock | _RedactedBlock | _ToolUse | _ToolResult
+_SystemBlocks = Annotated[list[dict[str, Any]], BeforeValidator(_blocks, json_schema_input_type=str | list[_TextBlock])]
+_Blocks = Annotated[list[dict[str, Any]], BeforeValidator(_blocks, json_schema_input_type=str | list[_AnyBlock])]
 
 
 class _Turn(_Part):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: _Blocks
+
+
+def _of_a_tool(schema: dict[str, Any]) -> None:
+    """Says in a schema what `_function` asks of a tool."""
+    nullable(schema)
+    schema["properties"]["input_schema"] = {"type": "object"}
+    schema["required"].append("input_schema")
 
 
 class _Tool(_Part):
-    type: Text = "custom"
+    model_config = ConfigDict(json_schema_extra=_of_a_tool)
+
+    type: Literal["custom"] = "custom"
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: Text | None = None
     input_schema: Json | None = None
@@ -132,6 +172,8 @@ class _Tool(_Part):
 
 
 class _ToolChoice(_Part):
+    model_config = ConfigDict(json_schema_extra=needed("tool", "name"))
+
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool | None = None
@@ -149,6 +191,8 @@ class _ToolChoice(_Part):
 
 
 class _Thinking(_Part):
+    model_config = ConfigDict(json_schema_extra=needed("enabled", "budget_tokens"))
+
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=THINKING_TOKENS_MIN, le=INT32_MAX)] | None = None
 
@@ -178,13 +222,15 @@ class _Metadata(_Part):
     user_id: Annotated[Text, Field(max_length=512)] | None = None
 
 
-class _CountBody(_Part):
+class CountBody(_Part):
     """What makes the prompt, and nothing else."""
+
+    model_config = ConfigDict(json_schema_extra=nullable)
 
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     messages: Annotated[list[_Turn], Field(min_length=1)]
-    system: Blocks = []
-    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX)] = []
+    system: _SystemBlocks = []
+    tools: Annotated[list[dict[str, Any]], described(list[_Tool]), Field(max_length=TOOLS_MAX)] = []
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _Thinking = _Thinking(type="adaptive")
     output_config: _OutputConfig = _OutputConfig()
@@ -199,7 +245,7 @@ class _CountBody(_Part):
         return {**self.thinking.told, **({"reasoning_effort": effort} if effort else {})}
 
 
-class _MessagesBody(_CountBody):
+class MessagesBody(CountBody):
     max_tokens: Count
     temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -229,7 +275,7 @@ def parse(body: object) -> Draft:
     Raises:
       BadRequest: the first fault, naming its field.
     """
-    asked = validated(_MessagesBody, body, _UNSERVED)
+    asked = validated(MessagesBody, body, _UNSERVED)
     if asked.thinking.budget_tokens is not None and asked.thinking.budget_tokens >= asked.max_tokens:
         raise BadRequest("'thinking.budget_tokens' must be less than 'max_tokens'.", param="thinking.budget_tokens")
     if asked.messages[-1].role == "assistant":
@@ -247,10 +293,10 @@ def parse(body: object) -> Draft:
 
 def parse_count(body: object) -> Draft:
     """The same of a body whose tokens are to be counted: it has no need of `max_tokens`."""
-    return _prompt(validated(_CountBody, body, _UNSERVED))
+    return _prompt(validated(CountBody, body, _UNSERVED))
 
 
-def _prompt(asked: _CountBody) -> Draft:
+def _prompt(asked: CountBody) -> Draft:
     system = _system_text(asked.system, "system")
     messages = [Message("system", system)] if system else []
     return Draft(
@@ -263,7 +309,7 @@ def _prompt(asked: _CountBody) -> Draft:
     )
 
 
-def _tools(asked: _CountBody) -> Tools | None:
+def _tools(asked: CountBody) -> Tools | None:
     functions = [_function(f"tools.{n}", tool) for n, tool in enumerate(asked.tools)]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
@@ -572,7 +618,12 @@ def error_body(error: ForebayError, request_id: str) -> tuple[int, dict[str, Any
     """An error's status and body, as Anthropic has them."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
-    return _STATUSES.get(error.status, error.status), body
+    return status_of(error.status), body
+
+
+def status_of(status: int) -> int:
+    """Anthropic's, of an error that has this one."""
+    return _STATUSES.get(status, status)
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from web.dialects.draft import INT32_MAX, TokenId, well_formed
 
 Prompt = str | tuple[int, ...]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
 #: What `prompts` takes.
-PromptForms = str | list[TokenId] | list[str | list[TokenId]]
+PromptForms = str | _Ids | Annotated[list[str | _Ids], Field(min_length=1)]
 
 
 def prompts(given: object) -> tuple[Prompt, ...]:

@@ -29,6 +29,8 @@ from web.dialects.draft import (
     Json,
     Message,
     Text,
+    needed,
+    nullable,
     validated,
 )
 from web.dialects.events import last_number
@@ -67,7 +69,7 @@ class _FunctionTool(Function):
 class _HostedTool(_Strict):
     """One that another server would run, such as a search. The model is not told of it."""
 
-    type: Text
+    type: Annotated[Text, Field(json_schema_extra={"not": {"const": "function"}})]
 
 
 def _tool_tag(tool: object) -> str:
@@ -122,8 +124,10 @@ _Choice = Annotated[
 class _Format(_Strict):
     """What the text is to be like."""
 
+    model_config = ConfigDict(json_schema_extra=needed("json_schema", "name", "schema"))
+
     type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    name: FunctionName | None = None
     description: Text | None = None
     as_json: Json | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -162,8 +166,19 @@ class _Reasoning(_Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _ResponsesBody(Body):
-    input: Annotated[list[Item], BeforeValidator(_input)] = Field(default_factory=list)
+def _needs_input(schema: dict[str, Any]) -> None:
+    """Says in a schema that there is something to answer: an input, or a conversation."""
+    nullable(schema)
+    ways = ("input", "previous_response_id")
+    schema["anyOf"] = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ways]
+
+
+class ResponsesBody(Body):
+    model_config = ConfigDict(json_schema_extra=_needs_input)
+
+    input: Annotated[list[Item], BeforeValidator(_input, json_schema_input_type=str | list[Item])] = Field(
+        default_factory=list
+    )
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  #: of tools that a server runs, which there are none of
@@ -215,7 +230,7 @@ def parse(body: object) -> Draft:
     Raises:
       BadRequest: the first fault, naming its field.
     """
-    asked = validated(_ResponsesBody, body, _UNSERVED)
+    asked = validated(ResponsesBody, body, _UNSERVED)
     if asked.background and not asked.store:
         raise BadRequest(
             "Invalid 'background': what runs there is to be fetched, so it needs store=true.", param="background"
@@ -308,7 +323,7 @@ def _not_found(item: Kept) -> BadRequest:
     return BadRequest(f"Item with id '{item['id']}' not found.", param="input", code="item_not_found")
 
 
-def _echo(asked: _ResponsesBody) -> dict[str, Any]:
+def _echo(asked: ResponsesBody) -> dict[str, Any]:
     """The fields of the answer that come from the request. They say what was done, not what was wished."""
     return {
         "background": asked.background,

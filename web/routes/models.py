@@ -20,9 +20,9 @@ PAGE, PAGE_MAX = 20, 1000
 
 @blueprint.get("/v1/models")
 def models() -> Response:
-    found = list(gateway().catalog.values())
+    found, limit = list(gateway().catalog.values()), _limit()
     if _of_anthropic():
-        return jsonify(_page(found))
+        return jsonify(_page(found, limit))
     return jsonify(object="list", data=[_object(model) for model in found])
 
 
@@ -62,9 +62,8 @@ def _info(model: Model) -> dict[str, Any]:
     }
 
 
-def _page(found: list[Model]) -> dict[str, Any]:
+def _page(found: list[Model], limit: int) -> dict[str, Any]:
     """The part of the list after `after_id`, or before `before_id`."""
-    limit = _limit()
     names = [model.name for model in found]
     if (before := request.args.get("before_id")) is not None:
         end = _index(names, before, "before_id")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from flask import Blueprint, Response, g, jsonify
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,7 +12,7 @@ from core.accounts.secrets import SECRET_MAX_S, SECRET_MIN_S, SECRET_S, Grant
 from core.errors import StoreDown, UnknownModel
 from core.redis import AWAY
 from web.app import gateway
-from web.dialects.draft import NAME_CHARS_MAX, validated
+from web.dialects.draft import NAME_CHARS_MAX, nullable, validated, without_nulls
 from web.transports.http import body
 
 blueprint = Blueprint("secrets", __name__)
@@ -35,7 +34,7 @@ class _Session(BaseModel):
 class SecretBody(BaseModel):
     """What may be said of a secret that is asked for."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra=nullable)
 
     expires_after: _Expiry = _Expiry()
     session: _Session = _Session()
@@ -45,7 +44,7 @@ class SecretBody(BaseModel):
 def create_secret() -> Response:
     """A new secret. It opens one socket, within a minute if nothing else is asked for."""
     given = body()
-    asked = validated(SecretBody, _without_nulls(given), {})
+    asked = validated(SecretBody, without_nulls(given), {})
     if asked.session.model and asked.session.model not in gateway().catalog:
         raise UnknownModel(f"The model `{asked.session.model}` does not exist.", param="session.model")
     secret = secrets.mint()
@@ -58,7 +57,3 @@ def create_secret() -> Response:
     response = jsonify(value=secret, expires_at=int(time.time()) + asked.expires_after.seconds, session=session)
     response.headers["Cache-Control"] = "no-store"
     return response
-
-
-def _without_nulls(given: Any) -> Any:
-    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from flask import Blueprint, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from core.catalog import Model
 from core.errors import BadRequest, UnknownModel
 from web import bounds
 from web.app import gateway
 from web.dialects import chat
-from web.dialects.draft import NAME_CHARS_MAX, Text, TokenId, validated, without_nulls
+from web.dialects.draft import NAME_CHARS_MAX, Text, TokenId, nullable, validated, without_nulls
 from web.render import Renderer
 from web.transports.http import body
 
@@ -31,7 +31,7 @@ _UNSERVED_OF_CHAT = {**_UNSERVED, "add_special_tokens": (False,)}
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", json_schema_extra=nullable)
 
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
 
@@ -41,13 +41,25 @@ class _Body(BaseModel):
         return without_nulls(asked)
 
 
-class _Tokenize(_Body):
+class TokenizeBody(_Body):
     prompt: Annotated[Text, Field(max_length=TEXT_CHARS_MAX)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class _Detokenize(_Body):
+def _conversation() -> type[BaseModel]:
+    """The same of a conversation, whose fields `chat` checks. For the schema."""
+    told: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in chat.ChatBody.model_fields.items() if name in _CHAT
+    }
+    told["add_special_tokens"] = (Literal[False], False)
+    return create_model("Conversation", __base__=TokenizeBody, **told)
+
+
+TokenizeForms: Any = TokenizeBody | _conversation()
+
+
+class DetokenizeBody(_Body):
     tokens: Annotated[list[TokenId], Field(max_length=TOKENS_MAX)]
 
 
@@ -57,7 +69,7 @@ def tokenize() -> Response:
     """The tokens of a text, or of a conversation as it would be admitted."""
     given = body()
     chats = isinstance(given, dict) and given.get("messages") is not None
-    asked = validated(_Tokenize, given, _UNSERVED_OF_CHAT if chats else {})
+    asked = validated(TokenizeBody, given, _UNSERVED_OF_CHAT if chats else {})
     model, renderer = _model(asked.model)
     if chats and isinstance(given, dict):
         tokens = _of_chat(given)
@@ -73,7 +85,7 @@ def tokenize() -> Response:
 @blueprint.post("/v1/detokenize")
 def detokenize() -> Response:
     """The text of these tokens, special ones too."""
-    asked = validated(_Detokenize, body(), {})
+    asked = validated(DetokenizeBody, body(), {})
     _, renderer = _model(asked.model)
     bounds.check_known("tokens", asked.tokens, renderer.vocabulary)
     return _json({"prompt": renderer.decode(asked.tokens, special=True)})
