@@ -26,6 +26,7 @@
     │   ├── HistoryDown              503    history_unavailable
     │   └── Draining                 503    draining
     └── RequestFailed                500    generation_failed
+        ├── Cancelled                500    cancelled
         ├── WorkerLost               500    worker_lost
         └── GatewayLost              500    gateway_lost
 
@@ -218,6 +219,12 @@ class RequestFailed(ForebayError):
     """The generation failed. You are not charged for it; please retry."""
 
     code = "generation_failed"
+
+
+class Cancelled(RequestFailed):
+    """The request was cancelled."""
+
+    code, retry = "cancelled", False  # whoever cancelled it does not want it again
 
 
 class WorkerLost(RequestFailed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -121,6 +122,25 @@ def test_a_reader_of_background_work_may_go(platform: Platform) -> None:
     assert found.status == "incomplete" and found.output_text == text_of(7, 250)
     again = list(platform.client(1).responses.retrieve(first.response.id, stream=True))
     assert again[-1].response.output_text == text_of(7, 250)  # type: ignore[union-attr]
+
+
+def test_who_waits_for_a_response_that_is_cancelled_gets_what_was_made(platform: Platform) -> None:
+    """Not an error, which SDKs would take for a reason to ask again."""
+    before = set(platform.rows())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            platform.client(0).responses.create, model=MODEL, input="hello", max_output_tokens=2000, temperature=0
+        )
+        [request_id] = until(lambda: set(platform.rows()) - before, "it to be queued")
+        until(lambda: platform.rows()[request_id].state == "running", "it to run")
+        response_id = "resp_" + request_id.replace("-", "")
+        time.sleep(0.3)  # some of it is made
+        platform.client(1).responses.cancel(response_id)
+        found = waiting.result(5)
+
+    assert (found.id, found.status) == (response_id, "cancelled")
+    assert found.usage is not None and 0 < found.usage.output_tokens == len(found.output_text) < 2000
+    assert platform.usage_of(request_id)["outcome"] == "cancelled"
 
 
 def test_background_work_is_cancelled(platform: Platform) -> None:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from core.errors import BadRequest, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
+from core.errors import BadRequest, Cancelled, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
 from core.values import Class, Ending, Outcome, Sampling, Tools
 
 STOPS_MAX = 4  #: stop strings in a request
@@ -548,6 +548,6 @@ def error_of(ending: Ending) -> ForebayError:
         case Outcome.GATEWAY_LOST:
             return GatewayLost(message)
         case Outcome.CANCELLED:
-            return RequestFailed(message or "The request was cancelled.", code="cancelled")
+            return Cancelled(message)
         case _:
             return RequestFailed(message)

@@ -355,12 +355,12 @@ class ResponsesAnswer:
         return self.final
 
     def whole(self, runs: Iterable[Run], ending: Ending) -> Item:
-        """The whole answer as one object.
+        """The whole answer as one object; of a cancelled one what was made until then.
 
         Raises:
           ForebayError: it ended without an answer.
         """
-        if ending.outcome not in ANSWERED:
+        if ending.outcome not in ANSWERED | {Outcome.CANCELLED}:
             raise error_of(ending)
         return self.so_far(runs, False, ending)
 
