@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,7 @@ __all__ = [
     "NOW_MS",
     "RedisConnectionError",
     "RedisError",
+    "RedisTimeoutError",
     "Script",
     "Store",
     "VERSION",
@@ -172,7 +174,9 @@ class Store:
             socket_timeout=EXCHANGE_S,
             socket_connect_timeout=CONNECT_S,
             retry=retry,
+            driver_info=None,  # redis-py would look its own version up on the disk for each connection
         )
+        pool.connection_class = _QUICK.get(pool.connection_class, pool.connection_class)
         return cls(redis.Redis(connection_pool=pool), clock=clock)
 
     def run(self, call: Call[T]) -> T:
@@ -201,6 +205,31 @@ class Store:
         self.client.close()
         if isinstance(self.client, redis.Redis):
             self.client.connection_pool.disconnect()
+
+
+class _Quick(redis.connection.AbstractConnection):
+    """A connection that is looked at without a poll when it is taken from the pool. gevent's costs more than the
+    exchange itself."""
+
+    def can_read(self, timeout: float = 0) -> bool:
+        under = getattr(self._sock, "_sock", None)  # gevent's: a socket that never waits
+        if under is not None and not timeout:
+            try:
+                under.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False  # it is open, and nothing came
+        return bool(super().can_read(timeout))
+
+
+class _QuickTcp(_Quick, redis.Connection):
+    pass
+
+
+class _QuickUnix(_Quick, redis.UnixDomainSocketConnection):
+    pass
+
+
+_QUICK: dict[Any, Any] = {redis.Connection: _QuickTcp, redis.UnixDomainSocketConnection: _QuickUnix}
 
 
 class AsyncStore:
@@ -387,14 +416,19 @@ def listener(url: str) -> redis.Redis:
 
     Of a cluster it is one node, any: every node hears what is published at any.
     """
-    retry = Retry(NoBackoff(), 0)
+    # RESP2: of what is pushed in RESP3 redis-py writes a description for its log, heard or not.
+    told: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_S,
+        "socket_timeout": LISTEN_S,
+        "retry": Retry(NoBackoff(), 0),
+        "driver_info": None,
+        "protocol": 2,
+    }
     if "+cluster://" in url:
         nodes, options = _nodes(url)
         host, port = random.choice(nodes)
-        return redis.Redis(
-            host=host, port=port, socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry, **options
-        )
-    return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_S, socket_timeout=LISTEN_S, retry=retry)
+        return redis.Redis(host=host, port=port, **(told | options))
+    return redis.Redis.from_url(url, **told)
 
 
 def _raised(raw: Any) -> Any:

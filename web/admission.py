@@ -12,6 +12,7 @@ import hmac
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
@@ -285,7 +286,7 @@ class Admission:
         request_id: str,
     ) -> Request:
         prompt, *more = prompts
-        cache_salt = hmac.digest(self.salt, caller.org_id.encode(), hashlib.sha256).hex()[:32]
+        cache_salt = _cache_salt(self.salt, caller.org_id)
         hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
         prefix = checkpoints(hashes)
         price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix, draft.tier)
@@ -426,6 +427,11 @@ class Admission:
             self.store.run(call)
         except AWAY:
             log.warning("settle_lost", request_id=request.id)
+
+
+@lru_cache(maxsize=4096)
+def _cache_salt(salt: bytes, org_id: str) -> str:
+    return hmac.digest(salt, org_id.encode(), hashlib.sha256).hex()[:32]
 
 
 def new_id() -> str:

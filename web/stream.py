@@ -83,7 +83,14 @@ class Broken:
     error: ForebayError
 
 
-Event = Text | Again | Waiting | Running | Idle | Ended | Broken
+@dataclass(frozen=True)
+class Rest:
+    """What was told straight, and not to its end: its reader is to do the rest."""
+
+    do: Callable[[], object]
+
+
+Event = Text | Again | Waiting | Running | Idle | Rest | Ended | Broken
 
 
 class Stream:
@@ -121,6 +128,10 @@ class Stream:
         self._kept: list[Delta] = []
         self._late: Ending | None = None  #: it came before the last of the output
         self._read = True  #: somebody takes the events
+        #: Tells its reader's client a text at once, or gives back what its reader is to do of it. Never waits, never
+        #: raises. Used while the reader waits for an event: to wake it for each token would cost as much as the rest.
+        self.straight: Callable[[Text], Rest | None] | None = None
+        self._waited = False  #: the reader waits for an event
         self._waits: object = None  #: what was last said of its wait
         self._opened_s = self._spoke_s = time.monotonic()
         self._said: object = (0, None)  #: tokens and wait when the watch last looked
@@ -235,8 +246,14 @@ class Stream:
             self._text.write(text)
             self._shown = len(self.tokens)
             if self._read:
-                self._events.put(Text(text, self._shown, kind, self._fresh_logprobs() if self._logprobs else ()))
+                self._tell(Text(text, self._shown, kind, self._fresh_logprobs() if self._logprobs else ()))
         self._count(len(tokens))
+
+    def _tell(self, text: Text) -> None:
+        if self.straight is None or not self._waited or not self._events.empty():
+            self._events.put(text)
+        elif (rest := self.straight(text)) is not None:
+            self._events.put(rest)
 
     def _fresh_logprobs(self) -> tuple[Logprob, ...]:
         fresh = tuple(self._logprobs[self._told :])
@@ -476,10 +493,13 @@ class Stream:
         """The next event; texts that wait are one. None: nothing came in time."""
         event, self._next = self._next, None
         if event is None:
+            self._waited = True
             try:
                 event = self._events.get(timeout=timeout_s)
             except queue.Empty:
                 return None
+            finally:
+                self._waited = False
         if not isinstance(event, Text) or self._events.empty():
             return event
         texts = [event]

@@ -21,7 +21,7 @@ import msgspec
 from core import fleet
 from core.errors import RequestFailed
 from core.outlook import Pace, Starting, estimate_ms, retry_after_ms
-from core.redis import AWAY, Call, RedisConnectionError, RedisError, Store, listener
+from core.redis import AWAY, Call, RedisConnectionError, RedisError, RedisTimeoutError, Store, listener
 from core.stream.frames import Delta, Frame, decode, encode
 from core.stream.log import Output, gateway_channel, logged, publish, save, saved
 from core.telemetry import logs, metrics
@@ -36,6 +36,8 @@ WATCH_S = 1.0
 #: A subscription on which not even this gateway's own echo is heard for so long is dead, seconds. A connection that
 #: was cut without a word says nothing by itself.
 DEAF_S = 5.0
+#: How long a message is waited for before that is looked at, seconds.
+HEAR_S = 1.0
 #: Pause before the channels are subscribed to again, seconds.
 PAUSE_S = 0.1
 #: Requests to cancel once the store is back. Past it the oldest is forgotten: it runs to its end and is billed as such.
@@ -275,7 +277,7 @@ class Subscriber:
         subscribed = 0
         self._heard_s = time.monotonic()
         while not self._closed:
-            message = pubsub.get_message(timeout=1.0)
+            message = _message(pubsub)
             if message is None:
                 self._check_hearing()
                 continue
@@ -529,6 +531,16 @@ class Filler:
         steps = {worker: _by_request(frames, wanted) for worker, frames in zip(workers, replies, strict=False)}
         parts = zip(ids, replies[len(workers) :], trails, strict=True)
         return (_output(one, kept, [steps[worker].get(one, []) for worker in trail]) for one, kept, trail in parts)
+
+
+def _message(pubsub: Any) -> Any:
+    """The next message; None: none came for a second. redis-py's own way polls twice for each, and there is one for
+    every step of every worker."""
+    try:
+        raw = pubsub.connection.read_response(disconnect_on_error=False, push_request=True, timeout=HEAR_S)
+    except RedisTimeoutError:
+        return None
+    return pubsub.handle_message(raw)
 
 
 def _filled(stream: Stream, output: Output) -> bool:

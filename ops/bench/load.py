@@ -29,6 +29,8 @@ PATIENCE_S = 60.0
 #: How long an answer to a handshake may take, seconds.
 HANDSHAKE_S = 10.0
 PROMPT = "Tell me a story."
+#: How often the client looks whether it is late itself, seconds.
+LAG_S = 0.01
 _CONTENT = re.compile(rb'"content":"([^"]*)"')
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -43,6 +45,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  #: per request
     requests: int = 1  #: per connection, one after the other
     seconds: float = 0.0  #: go on with further requests for so long
+    over_s: float = 0.0  #: in which the connections are opened; 0: at once
+    steady: bool = False  #: time between tokens only while all connections stream
     timeout_s: float = PATIENCE_S
 
 
@@ -56,13 +60,25 @@ class Seen(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     itl_ms_p50: float = 0.0  #: between two tokens of a stream; 0 within one event
     itl_ms_p99: float = 0.0
+    itl_ms_max: float = 0.0
     ttft_ms_p50: float = 0.0
     ttft_ms_p99: float = 0.0
+    lag_ms_p99: float = 0.0  #: how late the client itself was: a timer of its own, every LAG_S
     fault: str = ""  #: the first one; nothing is measured then
 
 
-def drive(platform: Platform, *, connections: int, tokens: int, requests: int = 1, seconds: float = 0.0) -> Seen:
-    """Run a load to its end against a platform, in another process.
+def drive(
+    platform: Platform,
+    *,
+    connections: int,
+    tokens: int,
+    requests: int = 1,
+    seconds: float = 0.0,
+    over_s: float = 0.0,
+    steady: bool = False,
+    token_s: float = 0.1,
+) -> Seen:
+    """Run a load to its end against a platform, in another process. `token_s`: how long a token may take at most.
 
     Raises:
       BenchFailed: a request was refused, broke, or gave another number of tokens than it was to.
@@ -70,7 +86,8 @@ def drive(platform: Platform, *, connections: int, tokens: int, requests: int = 
     ready = platform.ready
     load = Load(
         url=ready.url, key=ready.api_key, model=ready.model, connections=connections, tokens=tokens,
-        requests=requests, seconds=seconds, timeout_s=PATIENCE_S + seconds + tokens * requests * 0.1,
+        requests=requests, seconds=seconds, over_s=over_s, steady=steady,
+        timeout_s=PATIENCE_S + seconds + over_s + tokens * requests * token_s,
     )  # fmt: skip
     return run(load)
 
@@ -99,6 +116,7 @@ class _Run:
         self.seen = Seen()
         self.itl_ms = array("d")
         self.ttft_ms = array("d")
+        self.lag_ms = array("d")
         self.streaming = 0
         self.left = load.connections
         self.start_s = time.perf_counter()
@@ -107,6 +125,18 @@ class _Run:
     @property
     def timely(self) -> bool:
         return time.perf_counter() - self.start_s < self.load.seconds
+
+    @property
+    def timed(self) -> bool:
+        """The time between tokens counts."""
+        return not self.load.steady or self.streaming == self.load.connections
+
+    async def watch_itself(self) -> None:
+        while True:
+            due_s = time.perf_counter() + LAG_S
+            await asyncio.sleep(LAG_S)
+            if self.timed:
+                self.lag_ms.append((time.perf_counter() - due_s) * 1000)
 
     def streams(self, change: int) -> None:
         self.streaming += change
@@ -179,12 +209,13 @@ class _Client(asyncio.Protocol):
         run = self.run
         gap_ms = (now_s - self.last_s) * 1000
         self.last_s = now_s
-        if self.tokens:
-            run.itl_ms.append(gap_ms)
-        else:
+        if not self.tokens:
             run.ttft_ms.append(gap_ms)
             run.streams(+1)
-        run.itl_ms.extend([0.0] * (tokens - 1))
+        elif run.timed:
+            run.itl_ms.append(gap_ms)
+        if run.timed:
+            run.itl_ms.extend([0.0] * (tokens - 1))
         self.tokens += tokens
         run.seen.tokens += tokens
         run.seen.events += events
@@ -211,17 +242,23 @@ async def _load(load: Load) -> Seen:
     host, port = _address(load.url)
     request = _request(load, f"{host}:{port}")
     loop = asyncio.get_running_loop()
+    itself = loop.create_task(run.watch_itself())
     try:
         async with asyncio.timeout(load.timeout_s):
-            connects = (
-                loop.create_connection(lambda: _Client(run, request), host, port) for _ in range(load.connections)
-            )
-            connections = await asyncio.gather(*connects)
+
+            async def connect(after_s: float) -> tuple[asyncio.Transport, _Client]:
+                await asyncio.sleep(after_s)
+                return await loop.create_connection(lambda: _Client(run, request), host, port)
+
+            each_s = load.over_s / load.connections
+            connections = await asyncio.gather(*(connect(i * each_s) for i in range(load.connections)))
             await run.over
     except (OSError, TimeoutError) as e:
         run.fail(f"The gateway did not answer in time: {e!r}")
         return run.seen
+    itself.cancel()
     run.seen.seconds = time.perf_counter() - run.start_s
+    run.seen.itl_ms_max, run.seen.lag_ms_p99 = max(run.itl_ms, default=0.0), quantile(run.lag_ms, 0.99)
     run.seen.itl_ms_p50, run.seen.itl_ms_p99 = quantile(run.itl_ms, 0.5), quantile(run.itl_ms, 0.99)
     run.seen.ttft_ms_p50, run.seen.ttft_ms_p99 = quantile(run.ttft_ms, 0.5), quantile(run.ttft_ms, 0.99)
     for transport, client in connections:

@@ -29,7 +29,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 _SCRIPTED = """
 [models.scripted]
-tokenizer = "bytes"
+tokenizer = "{tokenizer}"
 context_tokens = {context_tokens}
 max_output_tokens = {output_tokens}
 slots = {slots}
@@ -41,10 +41,17 @@ prefill_ms = 0.0
 """
 
 
-def scripted(*, slots: int, step_ms: float, context_tokens: int, output_tokens: int, workers: int) -> str:
+def scripted(
+    *, slots: int, step_ms: float, context_tokens: int, output_tokens: int, workers: int, tokenizer: str = "bytes"
+) -> str:
     """A catalogue of one model on the scripted engine, whose steps all take the same time."""
     return _SCRIPTED.format(
-        slots=slots, step_ms=step_ms, context_tokens=context_tokens, output_tokens=output_tokens, workers=workers
+        slots=slots,
+        step_ms=step_ms,
+        context_tokens=context_tokens,
+        output_tokens=output_tokens,
+        workers=workers,
+        tokenizer=tokenizer,
     )
 
 

@@ -1,23 +1,33 @@
 """`forebay bench stream`: what a streamed token, a request and an idle socket cost at the gateway.
 
-The scripted engine steps at a fixed pace, and all streams step together, as a real batch does. Four runs, each on the
-same platform after a warm-up:
+The scripted engine steps at a fixed pace, and all streams step together, as a real batch does. Four runs on the same
+platform after a warm-up, and two on platforms of their own:
 
 1. many streams at once: processor time of the gateway, the worker and the store, per token streamed. What the
    requests themselves cost is in it; each streams for so long that it hardly shows.
 2. many requests of one token: the gateway's processor time per request, less that of its token.
 3. a few streams: how much later than the engine's pace a token comes at the client, while no processor is busy.
 4. idle WebSockets: how much memory each adds to the gateway.
+5. a crowd at one gateway process, two tokens a second each: how much later than the engine's pace a token comes, while
+   all of them stream. The client measures its own delay too, which is in it.
+6. one quick stream while prompts of 100,000 tokens are posted, one after the other: the time between its tokens. Each
+   of two workers has one slot, so that they share nothing but the gateway and the store.
 
 With peers, other gateways get the loads of runs 1 and 2 afterwards (`ops/bench/peers.py`).
 """
 
 from __future__ import annotations
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import httpx
+
+from ops import prepare
 from ops.bench import peers
 from ops.bench.load import Seen, drive, idle_sockets
 from ops.bench.platform import BenchFailed, Cpu, Platform, running, scripted
@@ -33,6 +43,17 @@ SHORT_AT_ONCE, SHORT_IN_A_ROW = 10, 30
 LIGHT_SHARE, LIGHT_TOKENS = 8, 200
 #: Idle WebSockets; the first ones bring what all share, and are not counted.
 SOCKETS, FIRST_SOCKETS = 500, 20
+#: The crowd: each has so many tokens at such a pace, so that all stream together long after the last was admitted; they
+#: come so many a second.
+CROWD_STEP_MS, CROWD_TOKENS, CROWD_PER_S = 500.0, 70, 100
+#: A smaller crowd is there sooner, and needs fewer.
+CROWD_WHOLE, CROWD_TOKENS_MIN = 1000, 12
+#: The long prompts; and the quick stream beside them, ms a step.
+LONG_TOKENS, QUICK_STEP_MS, QUICK_TOKENS = 100_000, 10.0, 1000
+#: Its tokenizer, where `make setup` has put it; else the prompt is one of bytes.
+TOKENIZER = "smollm2-135m-instruct"
+#: About a token a word, in that tokenizer.
+WORDS = "the water behind the wall is high today and falls to the wheels below "
 #: How long the gateway may take to settle down before its memory is read, seconds.
 SETTLE_S = 0.5
 
@@ -42,6 +63,7 @@ class Options:
     streams: int
     tokens: int  #: per stream
     seconds: float  #: go on with new streams for so long; 0: each stream once
+    crowd: int  #: streams at one gateway process
     peers: bool = False  #: other gateways get the same load afterwards
 
 
@@ -65,6 +87,8 @@ def figures(options: Options, say: Say) -> Found:
             "added_itl_ms_p99": _added_itl_ms(platform, options, say),
             "idle_socket_kb": _idle_socket_kb(platform, say),
         }
+    found |= _crowd(options, say)
+    found["long_prompt_itl_ms_p99"] = _itl_ms_beside_long_prompts(say)
     return {name: round(value, 2) for name, value in found.items()}, _peers(options, say) if options.peers else {}
 
 
@@ -129,3 +153,56 @@ def _idle_socket_kb(platform: Platform, say: Say) -> float:
     if more_bytes <= 0:
         raise BenchFailed("The gateway's memory did not grow with its sockets: nothing was measured.")
     return more_bytes / SOCKETS / 1024
+
+
+def _crowd(options: Options, say: Say) -> dict[str, float]:
+    tokens = CROWD_TOKENS if options.crowd >= CROWD_WHOLE else CROWD_TOKENS_MIN
+    say(f"{options.crowd} streams at one gateway process, {tokens} tokens of {CROWD_STEP_MS:.0f} ms each")
+    catalog = scripted(
+        context_tokens=tokens + PROMPT_TOKENS, output_tokens=tokens, slots=options.crowd,
+        step_ms=CROWD_STEP_MS, workers=1,
+    )  # fmt: skip
+    with running(catalog, {"FOREBAY_WEB_PROCESSES": "1"}) as platform:
+        drive(platform, connections=SHORT_AT_ONCE, tokens=2, token_s=10.0)
+        before = platform.cpu()
+        seen = drive(
+            platform, connections=options.crowd, tokens=tokens, steady=True, over_s=options.crowd / CROWD_PER_S,
+            token_s=2 * CROWD_STEP_MS / 1000,
+        )  # fmt: skip
+        busy_s = platform.cpu().since(before).gateway_s
+    say(
+        f"  {seen.streams} at once; between two tokens {seen.itl_ms_p50:.1f} ms (p50), {seen.itl_ms_p99:.1f} ms (p99);"
+        f" the client's own delay {seen.lag_ms_p99:.1f} ms (p99); gateway busy {busy_s / seen.seconds:.0%}"
+    )
+    if not seen.itl_ms_p99:
+        raise BenchFailed("The crowd never streamed all at once: nothing was measured.")
+    return {"crowd_streams": seen.streams, "crowd_added_itl_ms_p99": seen.itl_ms_p99 - CROWD_STEP_MS}
+
+
+def _itl_ms_beside_long_prompts(say: Say) -> float:
+    folder = Path(os.environ.get("FOREBAY_DATA", prepare.ROOT / ".forebay")).absolute() / "models" / TOKENIZER
+    real = (folder / "tokenizer.json").exists()
+    say(f"One stream beside prompts of {LONG_TOKENS} tokens" + ("" if real else ", of bytes: there is no tokenizer"))
+    catalog = scripted(
+        context_tokens=2 * LONG_TOKENS, output_tokens=QUICK_TOKENS, slots=1, step_ms=QUICK_STEP_MS, workers=2,
+        tokenizer=str(folder) if real else "bytes",
+    )  # fmt: skip
+    with running(catalog) as platform, ThreadPoolExecutor(1) as streams:
+        drive(platform, connections=1, tokens=20)
+        streamed = streams.submit(drive, platform, connections=1, tokens=QUICK_TOKENS)
+        posted = 0
+        while not streamed.done():
+            _post_long_prompt(platform)
+            posted += 1
+        seen = streamed.result()
+    say(f"  beside {posted} of them {seen.itl_ms_p99:.1f} ms (p99), {seen.itl_ms_max:.1f} ms (most)")
+    return seen.itl_ms_p99
+
+
+def _post_long_prompt(platform: Platform) -> None:
+    text = WORDS * (LONG_TOKENS // len(WORDS.split()) + 1)
+    body = {"model": platform.ready.model, "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": f"Bearer {platform.ready.api_key}"}
+    answer = httpx.post(f"{platform.ready.url}/v1/chat/completions", json=body, headers=headers, timeout=60.0)
+    if answer.status_code != 200 or answer.json()["usage"]["prompt_tokens"] < LONG_TOKENS:
+        raise BenchFailed(f"A long prompt was refused, or is short: {answer.text[:500]}")

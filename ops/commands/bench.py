@@ -17,9 +17,10 @@ def command() -> None:
 @click.option("--streams", type=click.IntRange(1, 5000), default=128, show_default=True, help="Streams at once.")
 @click.option("--tokens", type=click.IntRange(2, 100_000), default=500, show_default=True, help="Tokens per stream.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.0, help="Go on with new streams for so long.")
+@click.option("--crowd", type=click.IntRange(1, 10_000), default=2000, show_default=True, help="At one process.")
 @click.option("--peers", is_flag=True, help="Measure LiteLLM and vllm-router too; installs them if need be.")
 @_json
-def stream(streams: int, tokens: int, seconds: float, peers: bool, file: str | None) -> None:
+def stream(streams: int, tokens: int, seconds: float, crowd: int, peers: bool, file: str | None) -> None:
     """What a streamed token, a request and an idle socket cost at the gateway.
 
     Runs a platform of its own on the scripted engine, in a temporary folder; needs neither a model nor a store.
@@ -31,7 +32,7 @@ def stream(streams: int, tokens: int, seconds: float, peers: bool, file: str | N
     from ops.bench import stream as bench
     from ops.bench.platform import BenchFailed
 
-    options = bench.Options(streams=streams, tokens=tokens, seconds=seconds, peers=peers)
+    options = bench.Options(streams=streams, tokens=tokens, seconds=seconds, crowd=crowd, peers=peers)
     with show.refusals(BenchFailed):
         found = report.measure("stream", partial(bench.figures, options))
     report.publish(found, file)

@@ -29,7 +29,7 @@ FAIRNESS_KEYS = {
 }  # fmt: skip
 STREAM_KEYS = {
     "gateway_cpu_us_per_token", "total_cpu_us_per_token", "gateway_cpu_ms_per_request", "streams", "added_itl_ms_p99",
-    "idle_socket_kb",
+    "idle_socket_kb", "crowd_streams", "crowd_added_itl_ms_p99", "long_prompt_itl_ms_p99",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_a_small_stream_bench_gives_every_figure_and_leaves_nothing(data: Path) 
     folder = data / "bench"
     folder.mkdir()
 
-    done = bench(folder, "stream", "--streams", "8", "--tokens", "50", "--json", "-")
+    done = bench(folder, "stream", "--streams", "8", "--tokens", "50", "--crowd", "50", "--json", "-")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,15 +16,16 @@ from web.admission import Admitted
 from web.app import gateway
 from web.dialects import chat, responses
 from web.dialects.draft import Dialect, Draft
-from web.dialects.framing import ChatFraming, Comment, CompletionsFraming, ResponsesFraming
+from web.dialects.events import Event
+from web.dialects.framing import ChatFraming, Comment, CompletionsFraming, Numbered, ResponsesFraming
 from web.stream import Stream
 from web.transports.http import (
+    Lines,
     answer_whole,
     body,
     comment_line,
     data_line,
     event_lines,
-    events,
     identified_lines,
     sse,
 )
@@ -106,7 +108,7 @@ def admit(draft: Draft) -> Admitted:
     return admitted
 
 
-def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., Iterator[bytes]]) -> Response:
+def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., Iterable[bytes]]) -> Response:
     """Answer an accepted request, as it asked to be."""
     parts, stream = gateway(), admitted.stream
     if draft.stream:
@@ -114,7 +116,7 @@ def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., 
     return answer_whole(parts.admission, stream, framing.whole, parts.watch, keepalive_s=parts.keepalive_s)
 
 
-def shown(stream: Stream, lines: Iterator[bytes]) -> Response:
+def shown(stream: Stream, lines: Iterable[bytes]) -> Response:
     parts = gateway()
     g.request_id = stream.request.id
     return sse(parts.admission, stream, lines, parts.watch)
@@ -150,22 +152,23 @@ def _read_timeout_s(draft: Draft) -> float | None:
     return float(said) if not draft.stream and _SECONDS.fullmatch(said) else None
 
 
-def _chat_lines(stream: Stream, framing: ChatFraming | CompletionsFraming) -> Iterator[bytes]:
-    return _chat_lines_of(stream, framing, gateway().chat_ids)
+def _chat_lines(stream: Stream, framing: ChatFraming | CompletionsFraming) -> Lines:
+    of = stream.request.id.encode() if gateway().chat_ids else b""
+    return Lines(stream, framing, partial(_chat_line, of), b"data: [DONE]\n\n")
 
 
-def _chat_lines_of(stream: Stream, framing: ChatFraming | CompletionsFraming, ids: bool) -> Iterator[bytes]:
-    request_id = stream.request.id.encode()
-    for said in events(stream, framing):
-        if isinstance(said, Comment):
-            yield comment_line(said.text)
-        elif said.cursor is None or not ids:
-            yield data_line(said.chunk)
-        else:
-            yield identified_lines(said.chunk, request_id, said.cursor)
-    yield b"data: [DONE]\n\n"
+def _chat_line(of: bytes, said: Comment | Numbered) -> bytes:
+    """`of`: whose stream it is, if its chunks have ids."""
+    if isinstance(said, Comment):
+        return comment_line(said.text)
+    if said.cursor is None or not of:
+        return data_line(said.chunk)
+    return identified_lines(said.chunk, of, said.cursor)
 
 
-def responses_lines(stream: Stream, framing: ResponsesFraming) -> Iterator[bytes]:
-    for said in events(stream, framing):
-        yield comment_line(said.text) if isinstance(said, Comment) else event_lines(said)
+def responses_lines(stream: Stream, framing: ResponsesFraming) -> Lines:
+    return Lines(stream, framing, _response_line)
+
+
+def _response_line(said: Comment | Event) -> bytes:
+    return comment_line(said.text) if isinstance(said, Comment) else event_lines(said)

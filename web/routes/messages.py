@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from flask import Blueprint, Response, jsonify
 
 from web.app import gateway
@@ -11,7 +9,7 @@ from web.dialects import messages
 from web.dialects.framing import MessagesFraming
 from web.routes.generation import admit, answer
 from web.stream import Stream
-from web.transports.http import body, event_lines, events
+from web.transports.http import Lines, body, event_lines
 
 blueprint = Blueprint("messages", __name__)
 
@@ -33,5 +31,5 @@ def count_tokens() -> Response:
     return jsonify(input_tokens=len(prompt))
 
 
-def _lines(stream: Stream, framing: MessagesFraming) -> Iterator[bytes]:
-    return map(event_lines, events(stream, framing))
+def _lines(stream: Stream, framing: MessagesFraming) -> Lines:
+    return Lines(stream, framing, event_lines)

@@ -37,11 +37,16 @@ class Client:
     def __init__(self, sock: Any) -> None:
         self._sock, self._send = sock, sock._sock.send
 
-    def sendall(self, data: bytes, flags: int = 0) -> None:
+    def send_now(self, data: bytes, flags: int = 0) -> int:
+        """Send what fits, without waiting: how many bytes that was."""
         try:
-            sent = self._send(data, flags)
+            sent: int = self._send(data, flags)
         except BlockingIOError:
-            sent = 0
+            return 0
+        return sent
+
+    def sendall(self, data: bytes, flags: int = 0) -> None:
+        sent = self.send_now(data, flags)
         if sent < len(data):
             self._sock.sendall(memoryview(data)[sent:], flags)
 

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import gevent
 import msgspec
@@ -23,7 +24,8 @@ from core.telemetry import logs
 from core.values import Ending
 from web.admission import Admission
 from web.dialects import messages
-from web.stream import KEEPALIVE_S, Broken, Ended, Idle, Running, Stream, Text, Waiting
+from web.stream import KEEPALIVE_S, Broken, Ended, Idle, Rest, Running, Stream, Text, Waiting
+from web.transports.edge import Client
 from web.transports.idempotency import fingerprint
 
 log = logs.get(__name__)
@@ -102,6 +104,8 @@ def events(stream: Stream, framing: Framing) -> Iterator[Any]:
                 yield from framing.text(event)
             case Idle():
                 yield from framing.idle()
+            case Rest():
+                event.do()
             case Waiting():
                 yield from framing.waiting(event.place, event.estimate_ms, event.worker)
             case Running():
@@ -198,13 +202,59 @@ def error_answer(error: ForebayError, path: str, request_id: str) -> tuple[int, 
     return error.status, {"error": error.envelope()}
 
 
-def sse(admission: Admission, stream: Stream, chunks: Iterator[bytes], watch: DisconnectWatch) -> Response:
+class Lines:
+    """A stream as server-sent events.
+
+    Once its headers have gone out, whoever brings a text (the pump, mostly) sends it to the client straight, as a
+    chunk of the body, unless something else is to go first or the kernel does not take it.
+    """
+
+    def __init__(self, stream: Stream, framing: Framing, line: Callable[[Any], bytes], last: bytes = b"") -> None:
+        """`line`: the bytes of what the framing says. `last`: what comes after all of it."""
+        self._stream, self._framing, self._line, self._last = stream, framing, line, last
+        self._client = _chunked_client()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for said in events(self._stream, self._framing):
+            yield self._line(said)
+            if self._client is not None:
+                self._stream.straight = self._straight
+        if self._last:
+            yield self._last
+
+    def _straight(self, text: Text) -> Rest | None:
+        assert self._client is not None
+        try:
+            data = b"".join(map(self._line, self._framing.text(text)))
+            if not data:
+                return None
+            chunk = b"%X\r\n%b\r\n" % (len(data), data)
+            sent = self._client.send_now(chunk)
+        except OSError as e:
+            return Rest(partial(_raise, e))
+        except Exception as e:  # a fault of ours: it ends this stream, and not the pump
+            log.exception("straight_failed", request_id=self._stream.request.id)
+            return Rest(partial(_raise, e))
+        return None if sent == len(chunk) else Rest(partial(self._client.sendall, chunk[sent:]))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _chunked_client() -> Client | None:
+    """The client's socket, if the body is sent to it in chunks; they may then go there without the server's help."""
+    sock, chunked = request.environ.get("gunicorn.socket"), request.environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+    return sock if chunked and request.method != "HEAD" and isinstance(sock, Client) else None
+
+
+def sse(admission: Admission, stream: Stream, chunks: Iterable[bytes], watch: DisconnectWatch) -> Response:
     """Stream `chunks`, and let go of the request when they, or the client, end."""
     return _open_ended(admission, stream, chunks, watch, "text/event-stream")
 
 
 def _open_ended(
-    admission: Admission, stream: Stream, chunks: Iterator[bytes], watch: DisconnectWatch, mimetype: str
+    admission: Admission, stream: Stream, chunks: Iterable[bytes], watch: DisconnectWatch, mimetype: str
 ) -> Response:
     let_go = ExitStack()
     let_go.callback(admission.release, stream)
@@ -217,11 +267,11 @@ class _Body:
     """What a server iterates, and closes. Not a `finally` in the generator: one that its server closes before the first
     chunk never runs."""
 
-    def __init__(self, chunks: Iterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, chunks: Iterable[bytes], close: Callable[[], None]) -> None:
         self._chunks, self._close = chunks, close
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._chunks
+        return iter(self._chunks)
 
     def close(self) -> None:
         self._close()
