@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -86,6 +87,7 @@ class Subscriber:
         }
         self.streams: dict[str, Stream] = {}
         self.followed: set[Stream] = set()  #: read here, open elsewhere, or at another reader here
+        self._sharing: list[str] = []
         self.listening = threading.Event()
         self.watched: dict[str, Watched] = {}  #: model -> what its queue last said
         self.paces: dict[str, Pace] = {model: Pace() for model in self.queues}
@@ -173,9 +175,19 @@ class Subscriber:
         if not stream.ended and not stream.moved and not self.leaving:
             self.cancel(stream.request.id, stream.request.model)
 
+    @contextmanager
+    def sharing(self, request_id: str) -> Iterator[None]:
+        """Of one that several may read: while its stream is opened here, until its `leave` is set."""
+        self._sharing.append(request_id)
+        try:
+            yield
+        finally:
+            self._sharing.remove(request_id)
+
     def _pass_on(self, stream: Stream, *, lingering: bool = False) -> None:
         """It is open elsewhere now. A reader who shares it reads on from what is saved; another is told to go."""
-        if stream.leave is None or lingering:
+        shared = stream.leave is not None or stream.request.id in self._sharing
+        if not shared or lingering:
             stream.move()
             return
         if self.streams.get(stream.request.id) is stream:

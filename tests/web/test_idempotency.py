@@ -244,6 +244,7 @@ def test_equal_requests_at_the_same_moment_on_two_gateways_generate_once(
     place.worker.finish(work)
     answers = [one.result(15) for one in asked]
 
+    assert [answer.get_json() for answer in answers if answer.status_code != 200] == []
     assert {answer.get_json()["choices"][0]["message"]["content"] for answer in answers} == {"Hello"}
     assert {answer.headers["x-request-id"] for answer in answers} == {work.id} and rows(place) == 1
     assert sum(answer.headers.get("idempotent-replayed") is None for answer in answers) == 1

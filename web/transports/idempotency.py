@@ -100,8 +100,9 @@ class Once:
             return self.admission.admit(caller, draft, transport)  # which refuses it
 
         def begin(reader: Reader) -> Admitted:
-            admitted = self.admission.admit(caller, draft, transport, request_id=reader.request_id)
-            admitted.stream.leave = reader.leave
+            with self.admission.subscriber.sharing(reader.request_id):
+                admitted = self.admission.admit(caller, draft, transport, request_id=reader.request_id)
+                admitted.stream.leave = reader.leave
             return admitted
 
         def show(reader: Reader) -> Admitted | None:
@@ -198,14 +199,15 @@ class Once:
         if not self._join(reader):
             return None
         try:
-            stream = self.admission.attach(self.admission.recall(caller, reader.request_id, draft.dialect))
+            with self.admission.subscriber.sharing(reader.request_id):
+                stream = self.admission.attach(self.admission.recall(caller, reader.request_id, draft.dialect))
+                stream.leave = reader.leave
         except (NotFound, Gone):
             reader.leave()
             return None
         except ForebayError:
             reader.leave()
             raise
-        stream.leave = reader.leave
         log.info("request_shown_again", request_id=reader.request_id)
         return Admitted(stream, _NOT_KNOWN, 0, replayed=True)
 
