@@ -32,6 +32,8 @@ from core.postgres import Connection, text
 TOMBSTONE_DAYS = 2
 #: Turns that a conversation may have.
 TURNS_MAX = 200
+#: What is read of a conversation at most, bytes of JSON: a gateway has all of it in memory.
+CONVERSATION_BYTES_MAX = 64 * 2**20
 #: Rows that one `purge` deletes.
 PURGE_ROWS = 500
 #: Of the backlog: not ended.
@@ -65,6 +67,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     items: str  #: JSON
     response: str  #: JSON
+    whole_bytes: int  #: of all turns that were read with it; beyond CONVERSATION_BYTES_MAX they come without contents
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,29 +125,38 @@ def chain(connection: Connection, project_id: str, response_id: str) -> list[Tur
 
     A part that is deleted or expired ends it early: the oldest then still names one before it.
     """
-    values = {"id": response_id, "project_id": project_id, "most": TURNS_MAX + 1}
+    values = {
+        "id": response_id, "project_id": project_id, "most": TURNS_MAX + 1, "most_bytes": CONVERSATION_BYTES_MAX,
+    }  # fmt: skip
     return [Turn(**row) for row in connection.execute(_CHAIN, values).mappings()]
 
 
+_SIZE = """SELECT coalesce(sum(octet_length(items::text) + octet_length(response::text)), 0)::bigint AS whole_bytes
+  FROM turns JOIN responses USING (id)"""
+_TURN = """r.id::text AS id, r.previous_id::text AS previous_id, r.status, whole_bytes,
+  CASE WHEN whole_bytes <= :most_bytes THEN r.items::text ELSE '' END AS items,
+  CASE WHEN whole_bytes <= :most_bytes THEN r.response::text ELSE '' END AS response"""
 _CHAIN = text(f"""
 WITH RECURSIVE turns AS (
   SELECT id, previous_id, 1 AS back FROM responses WHERE id = CAST(:id AS uuid) AND {_SEEN}
   UNION ALL
   SELECT r.id, r.previous_id, back + 1 FROM turns JOIN responses AS r ON r.id = turns.previous_id
   WHERE back < :most AND r.project_id = CAST(:project_id AS uuid) AND r.status <> 'deleted' AND r.expires_at > now()
-)
-SELECT r.id::text AS id, r.previous_id::text AS previous_id, r.status, r.items::text AS items,
-  r.response::text AS response
-FROM turns JOIN responses AS r USING (id) ORDER BY back DESC
+), size AS ({_SIZE})
+SELECT {_TURN} FROM turns JOIN responses AS r USING (id) CROSS JOIN size ORDER BY back DESC
 """)
 
 
 def turns(connection: Connection, project_id: str, response_ids: Sequence[str]) -> list[Turn]:
     """Those of these responses that are the project's."""
-    query = text(f"""SELECT id::text AS id, previous_id::text AS previous_id, status, items::text AS items,
-      response::text AS response FROM responses WHERE id = ANY(CAST(:ids AS uuid[])) AND {_SEEN}""")
-    rows = connection.execute(query, {"ids": list(response_ids), "project_id": project_id}).mappings()
-    return [Turn(**row) for row in rows]
+    values = {"ids": list(response_ids), "project_id": project_id, "most_bytes": CONVERSATION_BYTES_MAX}
+    return [Turn(**row) for row in connection.execute(_TURNS, values).mappings()]
+
+
+_TURNS = text(f"""
+WITH turns AS (SELECT id FROM responses WHERE id = ANY(CAST(:ids AS uuid[])) AND {_SEEN}), size AS ({_SIZE})
+SELECT {_TURN} FROM turns JOIN responses AS r USING (id) CROSS JOIN size
+""")
 
 
 def delete(connection: Connection, row: Stored) -> None:

@@ -119,14 +119,16 @@ class Admission:
         subscriber.account = self._account
         self._fleets: dict[str, _Fleet] = {}  #: model -> its workers, as they were last looked at
 
-    def admit(self, caller: KeyRecord, draft: Draft, transport: str, *, request_id: str | None = None) -> Admitted:
+    def admit(
+        self, caller: KeyRecord, draft: Draft, transport: str, *, request_id: str | None = None, once: str = ""
+    ) -> Admitted:
         """Accept a draft, or refuse it before anything is queued. `request_id`: decided beforehand; once accepted, it
-        is accepted no second time.
+        is accepted no second time. `once`: as in View.
 
         Raises:
           ForebayError: with the status and code that the caller is shown.
         """
-        request, shown, reserved = self.prepare(caller, draft, request_id)
+        request, shown, reserved = self.prepare(caller, draft, request_id, once)
         admitted = self._enqueue(request, shown, reserved)
         self.note(caller, request, transport)
         return admitted
@@ -139,12 +141,13 @@ class Admission:
         )
 
     def prepare(
-        self, caller: KeyRecord, draft: Draft, request_id: str | None = None
+        self, caller: KeyRecord, draft: Draft, request_id: str | None = None, once: str = ""
     ) -> tuple[Request, bytes, Reserved]:
         """Everything but the queue: the request, how to show it, and the hold that it has. Raises as `admit`."""
         if self.draining:
             raise Draining
-        shown = view_of(draft, Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id))
+        made = Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id)
+        shown = msgspec.structs.replace(view_of(draft, made), once=once)
         model = self._model(draft.model)
         bounds.check(model, draft)
         tools = bounds.tools_for(model, draft)
@@ -245,6 +248,8 @@ class Admission:
             sampling=Sampling(max_tokens=0),
             stream=found.stream,
             linger_ms=found.linger_ms,
+            task="embed" if found.dialect == "embeddings" else "generate",
+            n=found.width,  # however many prompts they were of
             background=found.background,
         )
 

@@ -39,6 +39,9 @@ REST_S = 5.0
 SWEEP_ROWS = 200
 #: Requests that a gateway looks after itself. What it accepts beyond them is found in the backlog.
 KNOWN_MAX = 10_000
+#: Refused requests of which it is not known whether they are in the backlog. Past it the oldest is forgotten: if it is
+#: there, it runs.
+DOUBTFUL_MAX = 10_000
 
 
 class Feed(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ class Backlog:
         self.history, self.admission, self.store = history, history.admission, history.store
         self.queues = history.queues
         self._known: dict[str, str] = {}  #: request -> model: accepted here, and not seen to end
-        self._doubtful: dict[str, None] = {}  #: refused, but perhaps committed
+        self._doubtful: dict[str, str] = {}  #: request -> model: refused, but perhaps committed
         self._closed = False
 
     def accept(
@@ -87,7 +90,7 @@ class Backlog:
         try:
             kept = self.history.write(row_of(request.id, shown, queued), shown.items or b"[]", body)
         except DatabaseAway:
-            self._doubtful[request.id] = None
+            self._doubt(request)
             raise HistoryDown from None
         if not kept:
             raise BadRequest("Your organisation keeps no responses, which background needs.", param="background")
@@ -100,13 +103,18 @@ class Backlog:
             log.warning("background_not_queued", request_id=request.id, error=repr(e))
             return
         if accepted.status == "full":
-            self._doubtful[request.id] = None
+            self._doubt(request)
             self._withdraw()
             if request.id not in self._doubtful:
                 raise self.admission.full(request, accepted)
             del self._doubtful[request.id]  # it stays: there will be room
         elif accepted.status == "accepted" and not accepted.alive:
             self.admission.want(request.model)
+
+    def _doubt(self, request: Request) -> None:
+        while len(self._doubtful) >= DOUBTFUL_MAX:
+            self._doubtful.pop(next(iter(self._doubtful)))
+        self._doubtful[request.id] = request.model
 
     # --- the loop
 
@@ -135,13 +143,17 @@ class Backlog:
                 metrics.loops_failed.labels("backlog").inc()
 
     def _withdraw(self) -> None:
-        """Take out of the backlog what was refused and may be in it."""
-        for request_id in list(self._doubtful):
+        """Take out of the backlog what was refused and may be in it; another gateway may have fed it by now."""
+        for request_id, model in list(self._doubtful.items()):
             try:
                 self.history.read(partial(table.withdraw, response_id=request_id))
             except HistoryDown:
                 return
+            self._cancel(request_id, model)
             self._doubtful.pop(request_id, None)
+
+    def _cancel(self, request_id: str, model: str) -> None:
+        self.admission.subscriber.cancel(request_id, model, anywhere=True)
 
     def sweep(self) -> None:
         """Look after what nobody else looks after."""
@@ -164,10 +176,20 @@ class Backlog:
 
     def _looked(self, model: str, work: Iterable[tuple[str, Seen]]) -> None:
         for request_id, seen in work:
-            if seen.state == "unknown":
-                self._feed(request_id)
-            elif seen.ending is not None:
-                self._collect(request_id, model, seen)
+            try:
+                if seen.state == "unknown":
+                    self._feed(request_id)
+                elif seen.ending is not None:
+                    self._collect(request_id, model, seen)
+            except (*AWAY, RedisError, HistoryDown):
+                raise
+            except DBAPIError as e:  # but not what it says, which may be the customer's words
+                log.error("backlog_refused", request_id=request_id, error=type(e).__name__)
+                self._known.pop(request_id, None)
+            except Exception:  # a fault of ours in one must not keep all that come after it from their ends
+                log.exception("background_not_looked_after", request_id=request_id)
+                metrics.loops_failed.labels("backlog").inc()
+                self._known.pop(request_id, None)  # the next look after the backlog finds it
 
     def _feed(self, request_id: str) -> None:
         """The queue has not had it, or has lost it."""
@@ -181,6 +203,8 @@ class Backlog:
         if accepted.status == "accepted":
             metrics.background_fed.inc()
             log.warning("background_fed", request_id=request_id)
+            if self._body(request_id) is None:  # cancelled, deleted or withdrawn meanwhile, which found nothing queued
+                self._cancel(request_id, feed.request.model)
 
     def _collect(self, request_id: str, model: str, seen: Seen) -> None:
         raw = self.store.run(self.queues[model].view(request_id))

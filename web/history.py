@@ -19,10 +19,19 @@ import msgspec
 
 from core import responses as table
 from core.accounts.keys import KeyRecord
-from core.errors import BadRequest, ForebayError, Gone, HistoryDown, NotFound, StoreDown, Unavailable
+from core.errors import (
+    BadRequest,
+    ForebayError,
+    Gone,
+    HistoryDown,
+    NotFound,
+    RequestFailed,
+    StoreDown,
+    Unavailable,
+)
 from core.postgres import Connection, DatabaseAway, DBAPIError, Engine, transaction
 from core.redis import AWAY
-from core.responses import TURNS_MAX, Stored, Turn
+from core.responses import CONVERSATION_BYTES_MAX, TURNS_MAX, Stored, Turn
 from core.stream.frames import Run
 from core.stream.log import erase
 from core.telemetry import logs, metrics
@@ -31,11 +40,12 @@ from tasks.queue import Queue, Seen
 from web import bounds
 from web.admission import Admission, Kept
 from web.dialects import responses, view
-from web.dialects.draft import Draft
+from web.dialects.draft import STOP_CHARS_MAX, Draft
 from web.dialects.events import Event
 from web.dialects.framing import ResponsesFraming
 from web.dialects.view import View
 from web.stream import Stream
+from web.transports.idempotency import attach
 
 log = logs.get(__name__)
 
@@ -54,6 +64,8 @@ PAGE_MAX, PAGE = 100, 20
 _FACTS = frozenset(
     {"id", "object", "created_at", "completed_at", "status", "error", "incomplete_details", "model", "output", "usage"}
 )
+#: An answer may have ended at a stop string, which its numbers count and a stored response does not tell of.
+_UNKNOWN_STOP = Run("stop", " " * STOP_CHARS_MAX)
 _OUTCOMES = {"completed": Outcome.COMPLETED, "incomplete": Outcome.LENGTH, "cancelled": Outcome.CANCELLED}
 
 Response = dict[str, Any]
@@ -118,6 +130,8 @@ class History:
             raise BadRequest(f"The input names items of more than {TURNS_MAX} responses.", param="input")
         ids = [found for one in response_ids if (found := responses.request_id_of(one)) is not None]
         turns = self.read(partial(table.turns, project_id=caller.project_id, response_ids=ids))
+        if _too_large(turns):
+            raise BadRequest(f"The responses whose items the input names have {_TOO_LARGE}.", param="input")
         return [item for turn in turns for item in _said(turn)]
 
     def keeps(self, caller: KeyRecord) -> bool:
@@ -140,6 +154,9 @@ class History:
                 f"The conversation before '{response_id}' has more than {TURNS_MAX} turns. Send its items as input.",
                 "conversation_too_long",
             )
+        if _too_large(turns):
+            message = f"The conversation before '{response_id}' has {_TOO_LARGE}. Send what is needed of it as input."
+            raise _bad_previous(message, "conversation_too_long")
         if not turns or turns[0].previous_id is not None:  # one without its beginning would be another conversation
             raise _no_previous(response_id)
         if turns[-1].status in table.OPEN:
@@ -239,7 +256,7 @@ class History:
         kept = self.admission.recall(caller, _request_id(response_id), "responses")
         _check_streamed(kept.view.stream)
         responses.check_cursor(after, kept.runs, kept.seen.state == "ended")
-        stream = self.admission.attach(kept)
+        stream = attach(self.admission, kept)
         return stream, self.framing(stream, kept.view, after=after, delivered=kept.chars)
 
     def replayed(self, caller: KeyRecord, response_id: str, after: int) -> Iterator[Event] | None:
@@ -257,8 +274,24 @@ class History:
             raise Unavailable("The response is on its way back to the queue. Retry shortly.", retry_after_ms=1_000)
         response = _decoded(stored)
         runs = _runs(response["output"])
-        responses.check_cursor(after, runs, True)
+        responses.check_cursor(after, [*runs, _UNKNOWN_STOP], True)
         return _again(stored, response, runs, after)
+
+    def unread(self, caller: KeyRecord, response: Response) -> Iterator[Event]:
+        """The events of accepted background work that cannot be read from the queue: all of them if it is stored as it
+        ended; else its name, and an error."""
+        request_id = _request_id(response["id"])
+        try:
+            stored = self.find(caller, request_id)
+        except HistoryDown:
+            stored = None
+        if stored is not None and stored.streamed and stored.ended:
+            return _again(stored, found := _decoded(stored), _runs(found["output"]), -1)
+        made = Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id)
+        shown = View(dialect="responses", model=response["model"], caller=made, echo=_echo_of(response))
+        framing = ResponsesFraming(request_id, shown)
+        away = RequestFailed("It goes on in the background, and cannot be streamed now: fetch it by its id.")
+        return iter([*framing.answer.created(), *framing.failure(away)])
 
     def items(self, caller: KeyRecord, response_id: str) -> list[Any]:
         """The input items of a response.
@@ -479,6 +512,13 @@ def _listed(code: str, place: int, item: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
+_TOO_LARGE = f"more than {CONVERSATION_BYTES_MAX // 2**20} MiB"
+
+
+def _too_large(turns: Sequence[Turn]) -> bool:
+    return any(turn.whole_bytes > CONVERSATION_BYTES_MAX for turn in turns)
+
+
 def _said(turn: Turn) -> list[Any]:
     output: list[Any] = json.loads(turn.response)["output"]
     return [*json.loads(turn.items), *output]
@@ -491,8 +531,7 @@ def _so_far(kept: Kept) -> Response:
 
 def _again(stored: Stored, response: Response, runs: list[Run], after: int) -> Iterator[Event]:
     """The events of a response, from the object that they came to: one delta for each run."""
-    echo = {name: value for name, value in response.items() if name not in _FACTS}
-    made = ResponsesFraming(stored.id, _shown_again(stored, echo), after=after)
+    made = ResponsesFraming(stored.id, _shown_again(stored, _echo_of(response)), after=after)
     for said in (made.began(), made.running()):
         yield from (event for event in said if isinstance(event, dict))
     for run in runs:
@@ -500,6 +539,10 @@ def _again(stored: Stored, response: Response, runs: list[Run], after: int) -> I
     last = list(made.ending(_ending(stored, response)))
     for event in last:
         yield {**event, "response": response} if "response" in event else event
+
+
+def _echo_of(response: Response) -> dict[str, Any]:
+    return {name: value for name, value in response.items() if name not in _FACTS}
 
 
 def _shown_again(stored: Stored, echo: dict[str, Any]) -> View:

@@ -161,15 +161,16 @@ class Stream:
         ]
 
     def delivered(self) -> list[Delta]:
-        """The same, to be saved: all tokens with the first run."""
-        tokens, logprobs, at = tuple(self.tokens), tuple(self._logprobs), 0
+        """The same, to be saved: each run with the tokens that it came with."""
+        ends = [*(token for _, token, _ in self._begins[1:]), len(self.tokens)]
         deltas: list[Delta] = []
-        for run in self.runs or [Run("text", "")]:
-            offset = len(self.tokens) - len(tokens)
+        offset = at = 0
+        for run, end in zip(self.runs or [Run("text", "")], ends, strict=True):
+            tokens, logprobs = tuple(self.tokens[offset:end]), tuple(self._logprobs[offset:end])
             deltas.append(
                 Delta(self.request.id, self.attempt, offset, tokens, run.text, at, run.kind, logprobs=logprobs)
             )
-            tokens, logprobs, at = (), (), at + len(run.text)
+            offset, at = end, at + len(run.text)
         return deltas
 
     # --- the pump's side
@@ -236,8 +237,7 @@ class Stream:
         if tokens and not self.tokens and not self.attached:
             metrics.request_ttft_seconds.labels(self.request.model).observe(time.monotonic() - self._opened_s)
         if text and kind != self._kind:
-            self._kind = kind
-            self._begins.append((self._chars, len(self.tokens) if self._begins else 0, kind))
+            self._turn_to(kind)
         self.tokens.extend(tokens)
         if logprobs:
             self._logprobs.extend(logprobs)
@@ -248,6 +248,13 @@ class Stream:
             if self._read:
                 self._tell(Text(text, self._shown, kind, self._fresh_logprobs() if self._logprobs else ()))
         self._count(len(tokens))
+
+    def _turn_to(self, kind: str) -> None:
+        """A run begins. Tokens without a character belong to the one before, if there is one."""
+        if self._begins and self._told < len(self._logprobs) and self._read:
+            self._tell(Text("", len(self.tokens), self._kind, self._fresh_logprobs()))
+        self._begins.append((self._chars, len(self.tokens) if self._begins else 0, kind))
+        self._kind = kind
 
     def _tell(self, text: Text) -> None:
         if self.straight is None or not self._waited or not self._events.empty():

@@ -95,7 +95,7 @@ class Subscriber:
         self.filler = Filler(store, self.queues)
         self.account: Callable[[Stream], None] = lambda stream: None  #: for one that ended without a reader
         self._lingering: dict[Stream, float] = {}  #: -> until when, seconds
-        self._abandoned: dict[str, str] = {}  #: request -> model
+        self._abandoned: dict[str, tuple[str, str]] = {}  #: request -> model, who says so ('': whoever asks may)
         self.leaving = False  #: this gateway is about to end: what is open here is left to another
         self._closed = False
         self._heard_s = self._echoed_s = time.monotonic()
@@ -144,12 +144,13 @@ class Subscriber:
 
     def cancel(self, request_id: str, model: str, *, anywhere: bool = False) -> None:
         """Cancel now, or as soon as the store is back. `anywhere`: also if its stream is open elsewhere."""
+        gateway = "" if anywhere else self.gateway
         try:
-            self.store.run(self.queues[model].cancel(request_id, "" if anywhere else self.gateway))
+            self.store.run(self.queues[model].cancel(request_id, gateway))
         except (*AWAY, RedisError):
             while len(self._abandoned) >= ABANDONED_MAX:
                 self._abandoned.pop(next(iter(self._abandoned)))
-            self._abandoned[request_id] = model
+            self._abandoned[request_id] = model, gateway
 
     def estimate_ms(self, model: str, place: int) -> int | None:
         """How long a request at this place will wait; None: no telling."""
@@ -361,8 +362,8 @@ class Subscriber:
         self._echoed_s = time.monotonic()
 
     def _cancel_abandoned(self) -> None:
-        for request_id, model in list(self._abandoned.items()):
-            self.store.run(self.queues[model].cancel(request_id, self.gateway))
+        for request_id, (model, gateway) in list(self._abandoned.items()):
+            self.store.run(self.queues[model].cancel(request_id, gateway))
             self._abandoned.pop(request_id, None)
 
     def _watch_model(self, model: str) -> None:

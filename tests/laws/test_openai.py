@@ -317,6 +317,25 @@ def test_many_inputs_are_one_request(three: Platform) -> None:
     until(lambda: [row for row in three.usage_rows() if row["model"] == "vectors"], "the usage")
 
 
+def test_vectors_that_are_asked_for_again_with_their_key_are_shown_again(three: Platform) -> None:
+    """One answer, made and billed once."""
+
+    def ask() -> requests.Response:
+        return requests.post(
+            f"http://127.0.0.1:{three.ports[0]}/v1/embeddings",
+            json={"model": "vectors", "input": ["one", "two"]},
+            headers={"Authorization": f"Bearer {three.key}", "Idempotency-Key": "two vectors"},
+            timeout=30,
+        )
+
+    answers = [ask(), ask(), ask()]
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200], answers[1].text
+    assert answers[0].json() == answers[1].json() == answers[2].json()
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 1
+    assert three.usage_of(answers[0].headers["x-request-id"])["input_tokens"] == 6
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -300,6 +300,17 @@ def test_a_client_that_leaves_out_by_number_what_it_has_gets_the_rest(
         assert deltas_of(fresh) == deltas_of(rest)
 
 
+def test_who_asks_for_the_whole_stream_again_is_told_of_tokens_without_characters_too() -> None:
+    """Cut as finely as the client may have had it, and stored with all that its first reader was told."""
+    said = [("text", "ab"), ("text", ""), ("stop", "END")]
+    runs = [Run(kind, text, (Logprob(f"t{n}", -1.0),)) for n, (kind, text) in enumerate(said)]
+    framing = ResponsesFraming(ID, DRAFT, delivered=sum(len(run.text) for run in runs))
+
+    last = [event for run in runs for event in framing.text(run)] + framing.ending(ending())
+
+    assert last[-1]["response"]["output"] == answering().so_far(runs, False, ending())["output"]
+
+
 def deltas_of(events: list[Event]) -> list[tuple[str, str]]:
     """What deltas come to, of each item."""
     texts: dict[str, str] = {}

@@ -13,10 +13,11 @@ import pytest
 import redis
 
 from core import catalog
+from core import responses as table
 from core.accounts import tenants
 from core.accounts.keys import KeyRecord
 from core.errors import Unauthenticated
-from core.postgres import text, transaction
+from core.postgres import DatabaseAway, text, transaction
 from core.redis import Store, tag
 from core.values import Class, Outcome
 from tasks.queue import Claim
@@ -331,8 +332,24 @@ def test_a_stored_stream_is_told_again_when_the_queue_has_forgotten_it(office: O
     told = [event for event in events if event["type"] != "response.queued"]
     assert again[-1] == told[-1] and [event["type"] for event in again] == [event["type"] for event in told]
     assert text_of(again) == "Hello" and text_of(tail) == "lo" and tail[-1] == told[-1]
-    beyond = office.get(f"/v1/responses/{response_id}?stream=true&starting_after=500")
+    beyond = office.get(f"/v1/responses/{response_id}?stream=true&starting_after=5000")
     assert error_of(beyond) == (400, "invalid_value")
+
+
+def test_who_has_the_end_of_an_answer_that_a_stop_string_ended_is_told_nothing_more(office: Office) -> None:
+    """The numbers of a live stream count the stop string, of which nothing is stored."""
+    reader = Reader(office.ask("/v1/responses", {"model": MODEL, "input": "hi", "stream": True, "stop": ["END"]}))
+    claim = office.worker.claim()
+    office.worker.say(claim, "Hello")
+    office.worker.say(claim, "END", kind="stop")
+    office.worker.finish(claim)
+    last = list(reader)[-1]
+    path = f"/v1/responses/{last['response']['id']}?stream=true&starting_after={last['sequence_number']}"
+    assert list(Reader(office.get(path))) == []
+
+    office.forget()
+
+    assert list(Reader(office.get(path))) == []
 
 
 def test_a_response_that_was_not_streamed_is_not_streamed_later(office: Office) -> None:
@@ -462,6 +479,91 @@ def test_what_the_queue_does_not_know_is_fed_to_it_again_under_the_same_id(
     assert office.claimed() is None, "what has ended is not run again"
 
 
+@pytest.mark.parametrize("gone", ["cancelled", "deleted"])
+def test_what_is_given_up_while_it_is_fed_to_the_queue_is_not_run(office: Office, gone: str) -> None:
+    """Whoever gives it up finds nothing in the queue, and the gateway that feeds it has read it already."""
+    queued = in_background(office)
+    office.forget()
+    backlog = office.gateways[0].backlog
+    read, given_up = backlog._body, []
+
+    def body(request_id: str) -> Any:
+        found = read(request_id)
+        if not given_up:
+            given_up.append(request_id)
+            cancelled = gone == "cancelled"
+            answer = office.post(f"/v1/responses/{queued['id']}/cancel") if cancelled else office.delete(queued["id"])
+            assert answer.status_code == 200
+        return found
+
+    backlog._body = body  # type: ignore[method-assign]
+    backlog.look(list(backlog._known.items()))
+
+    assert given_up and office.claimed() is None
+
+
+def test_background_work_that_cannot_be_read_keeps_no_other_from_its_end(office: Office) -> None:
+    work = []
+    for _ in range(2):
+        queued = in_background(office)
+        claim = office.worker.claim()
+        office.worker.say(claim, "Hello", "")
+        office.worker.finish(claim)
+        work.append((claim.id, queued["id"]))
+    (broken, _), (_, second) = work
+    office.store.client.set(f"{tag(MODEL)}view:{broken}", b"no view")
+    backlog = office.gateways[0].backlog
+
+    backlog.look(list(backlog._known.items()))
+    office.forget()
+
+    assert office.show(second).get_json()["status"] == "completed"
+
+
+def test_background_work_that_was_refused_with_postgres_away_is_not_run_though_it_was_committed(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply to its COMMIT was lost, and another gateway has fed it to the queue since."""
+    monkeypatch.setattr(background, "REST_S", -1.0)
+    mine = office.gateways[0]
+    write = mine.history.write
+
+    def lost(*args: Any) -> bool:
+        write(*args)
+        raise DatabaseAway("its reply was lost")
+
+    monkeypatch.setattr(mine.history, "write", lost)
+    refused = office.ask("/v1/responses", {"model": MODEL, "input": "hi", "background": True})
+    assert error_of(refused) == (503, "history_unavailable")
+    office.gateways[1].backlog.sweep()
+    assert office.store.client.hlen(tag(MODEL) + "rows") == 1, "it was fed"
+
+    mine.backlog._withdraw()
+
+    assert office.claimed() is None and mine.backlog._doubtful == {}
+    with transaction(office.engine) as connection:
+        assert connection.execute(text("SELECT count(*) FROM responses")).scalar_one() == 0
+
+
+def test_background_work_that_the_queue_does_not_have_yet_tells_its_name_to_who_would_read_it(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is accepted: an error instead of an answer would have it made, and billed, a second time."""
+    for one in office.gateways:
+        monkeypatch.setattr(one.backlog, "_put", lambda *_: None)  # the store went away that moment
+
+    asked = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+    events = list(Reader(office.ask("/v1/responses", asked)))
+
+    assert [event["type"] for event in events] == ["response.created", "response.failed"]
+    [backlog] = [one.backlog for one in office.gateways if one.backlog._known]
+    backlog.look(list(backlog._known.items()))
+    claim = office.worker.claim()
+    office.worker.say(claim, "Hello", "")
+    office.worker.finish(claim)
+    assert office.show(events[0]["response"]["id"]).get_json()["status"] == "completed"
+
+
 def test_a_reader_of_background_work_may_go_and_come_back(office: Office) -> None:
     reader = Reader(office.ask("/v1/responses", {"model": MODEL, "input": "hi", "background": True, "stream": True}))
     claim = office.worker.claim()
@@ -546,6 +648,27 @@ def test_a_conversation_has_a_bound(office: Office, monkeypatch: pytest.MonkeyPa
     refused = office.post("/v1/responses", {"model": MODEL, "input": "x", "previous_response_id": previous})
 
     assert error_of(refused) == (400, "conversation_too_long")
+
+
+def test_a_conversation_that_is_too_large_for_a_gateways_memory_is_refused(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its contents leave Postgres. What a template leaves out, such as old thoughts, bounds no context."""
+    first, _ = office.streamed("a line", input="thought " * 400)
+    second, events = office.streamed("another", previous_response_id=first)
+    item_id = events[-1]["response"]["output"][0]["id"]
+    for module in (table, history):
+        monkeypatch.setattr(module, "CONVERSATION_BYTES_MAX", 3_000)
+    with transaction(office.engine) as connection:
+        turns = table.chain(connection, office.doors.projects[0], str(uuid.UUID(second.removeprefix("resp_"))))
+    assert {turn.items + turn.response for turn in turns} == {""} and turns[0].whole_bytes > 3_000
+
+    refused = office.post("/v1/responses", {"model": MODEL, "input": "x", "previous_response_id": second})
+    assert error_of(refused) == (400, "conversation_too_long")
+    monkeypatch.setattr(table, "CONVERSATION_BYTES_MAX", 10)
+    monkeypatch.setattr(history, "CONVERSATION_BYTES_MAX", 10)
+    named = [{"type": "item_reference", "id": item_id}]
+    assert error_of(office.post("/v1/responses", {"model": MODEL, "input": named})) == (400, "invalid_value")
 
 
 def test_items_of_stored_responses_are_named_by_id(office: Office) -> None:

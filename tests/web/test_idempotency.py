@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,6 +120,35 @@ def test_an_ended_answer_is_shown_again(place: Place, pool: ThreadPoolExecutor) 
     assert {one.headers["idempotent-replayed"] for one in again} == {"true"} and rows(place) == 1
 
 
+def test_a_message_that_is_shown_again_says_as_much_of_its_input(place: Place) -> None:
+    body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    first = Reader(place.ask("/v1/messages", body, headers=KEY))
+    work = claim(place)
+    place.worker.say(work, "Hello")
+    place.worker.finish(work)
+    told = list(first)
+
+    again = list(Reader(place.ask("/v1/messages", body, 2, headers=KEY)))
+
+    assert told[0]["type"] == "message_start" and told[0]["message"]["usage"]["input_tokens"] > 0
+    assert again[0] == told[0]
+
+
+def test_a_key_whose_response_was_deleted_stands_for_a_new_one(place: Place) -> None:
+    """Not for one that can be shown no more, which its client would be kept waiting for."""
+    first = Reader(place.ask("/v1/responses", ASKED, headers=KEY))
+    work = claim(place)
+    place.worker.say(work, "Hello")
+    place.worker.finish(work)
+    response_id = list(first)[-1]["response"]["id"]
+    assert place.client(2).delete(f"/v1/responses/{response_id}", headers={"Authorization": "Bearer mine"}).json
+
+    again = Reader(place.ask("/v1/responses", ASKED, 2, headers=KEY))
+
+    assert again.request_id != work.id and rows(place) == 2
+    again.close()
+
+
 @pytest.mark.parametrize("leaver", [0, 1], ids=["the first leaves", "the second leaves"])
 def test_one_reader_that_leaves_takes_nothing_from_another(place: Place, pool: ThreadPoolExecutor, leaver: int) -> None:
     streams = [Reader(place.ask("/v1/responses", ASKED, headers=KEY))]
@@ -134,6 +164,28 @@ def test_one_reader_that_leaves_takes_nothing_from_another(place: Place, pool: T
     assert text_of(list(streams[0])) == "Hello"
     assert place.row(work.id).cancelled == ""
     streams[0].close()
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["same gateway", "another gateway"])
+@pytest.mark.parametrize("leaver", ["first", "second"])
+def test_who_comes_back_by_name_counts_as_a_reader_of_the_key(place: Place, number: int, leaver: str) -> None:
+    """A client whose connection broke goes on by its response's name before its gateway has seen that it broke."""
+    first = Reader(place.ask("/v1/responses", ASKED, headers=KEY))
+    work = claim(place)
+    place.worker.say(work, "Hel")
+    first.until(106)
+    second = Reader(place.get(f"/v1/responses/resp_{work.id.replace('-', '')}?stream=true", number))
+    second.until(106)
+
+    leaves, stays = (first, second) if leaver == "first" else (second, first)
+    leaves.close()
+    time.sleep(0.1)
+
+    assert place.row(work.id).cancelled == ""
+    place.worker.say(work, "lo", f"g{number}")
+    place.worker.finish(work)
+    assert list(stays)[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+    stays.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

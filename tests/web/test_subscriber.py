@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 from core.errors import RequestFailed
 from core.outlook import Pace, Starting
 from core.redis import Call
-from core.stream.frames import Delta, Frame, Takeover, cut_of, decode, encode
+from core.stream.frames import Delta, Frame, Logprob, Run, Takeover, cut_of, decode, encode, joined
 from core.stream.log import Output, cut_log, gateway_channel, log_step, save, saved
 from core.telemetry import metrics
 from core.values import Caller, Ending, Outcome, Request, Sampling, Usage, WorkerState
@@ -1167,6 +1167,42 @@ def test_what_is_put_back_says_what_its_characters_are(gateway: Gateway) -> None
     assert kept.runs == stream.runs and list(kept.tokens) == [1, 2, 3, 4]
 
 
+def spoken() -> list[Delta]:
+    """A thought, an answer and a stop string, with tokens that have no character where one gives way to the next."""
+    said = [("reasoning", "hm"), ("reasoning", ""), ("text", "Hel"), ("text", ""), ("text", "lo"), ("text", "")]
+    said += [("stop", "END"), ("stop", "")]
+    texts = [text for _, text in said]
+    return [
+        Delta("r", 1, n, (n,), text, sum(map(len, texts[:n])), kind, logprobs=(Logprob(f"t{n}", -1.0),))
+        for n, (kind, text) in enumerate(said)
+    ]
+
+
+def test_a_token_without_a_character_is_told_with_the_run_that_it_ended() -> None:
+    """In events as in the whole answer, or the two would not say the same of a token."""
+    stream = opened()
+    for delta in spoken():
+        stream.take(delta)
+    stream.end(ending(1, len(spoken())))
+
+    told = [Run(event.kind, event.text, event.logprobs) for event in taken(stream) if isinstance(event, Text)]
+
+    assert joined(told) == stream.runs == output_of(spoken()).runs
+    assert [[one.token for one in run.logprobs] for run in stream.runs] == [["t0", "t1"], ["t2", "t3", "t4", "t5"],
+                                                                           ["t6", "t7"]]  # fmt: skip
+
+
+def test_what_is_put_back_says_of_each_token_what_it_said() -> None:
+    """Whoever reads it from the store shows an answer's log probabilities, and not those of a thought."""
+    stream = opened()
+    for delta in spoken():
+        stream.take(delta)
+
+    output = output_of(stream.delivered())
+
+    assert output.runs == stream.runs and output.tokens == stream.tokens
+
+
 def test_vectors_are_all_there_before_their_request_ends() -> None:
     """They have no tokens that could be counted, and a publish may be lost."""
     asked = msgspec.structs.replace(request(stream=False), task="embed", more_prompts=([3], [4]))
@@ -1299,6 +1335,20 @@ def test_a_cancel_while_the_store_is_away_is_made_when_it_is_back(gateway: Gatew
 
     assert gateway.outcome() == "cancelled"
     assert gateway.subscriber._abandoned == {}
+
+
+def test_a_cancel_of_what_is_open_elsewhere_is_made_too_when_the_store_is_back(
+    gateway: Gateway, other: Gateway
+) -> None:
+    """The last of its readers was here, and read it from what is saved."""
+    other.open(request(gateway="h"))
+    gateway.store.away = True
+    gateway.subscriber.cancel("r", MODEL, anywhere=True)
+    gateway.store.away = False
+
+    gateway.subscriber.watch()
+
+    assert gateway.outcome() == "cancelled"
 
 
 def test_what_is_nobodys_here_or_cannot_be_read_is_passed_over(gateway: Gateway) -> None:

@@ -185,7 +185,7 @@ class ResponsesFraming:
 
     def text(self, piece: Piece) -> Iterable[Event]:
         begins = self.answer.chars
-        if begins >= self._fine:
+        if begins >= self._fine or not piece.text:  # of which nothing can be cut
             return self.answer.text(piece.text, piece.kind, piece.logprobs)
         pieces = _finely(piece, self._fine - FINE_CHARS - begins, self._fine - begins)
         return chain.from_iterable(self.answer.text(one.text, one.kind, one.logprobs) for one in pieces)

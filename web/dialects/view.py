@@ -36,6 +36,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     echo: dict[str, Any] = {}
     background: bool = False
     previous: str = ""  #: the stored response that it goes on from
+    once: str = ""  #: the hash of the Idempotency-Key that it came with (core/limits/idempotency.py)
     items: bytes | None = None  #: JSON: what is to be stored of its input; None: nothing, or it is
 
     def kept(self) -> View:

@@ -11,7 +11,7 @@ import msgspec
 from flask import Blueprint, Response, g, jsonify, request
 from werkzeug.exceptions import MethodNotAllowed
 
-from core.errors import BadRequest, Gone, NotFound
+from core.errors import BadRequest, Gone, NotFound, StoreDown
 from web.admission import Admitted
 from web.app import gateway
 from web.dialects import chat, responses
@@ -20,6 +20,7 @@ from web.dialects.events import Event
 from web.dialects.framing import ChatFraming, Comment, CompletionsFraming, Numbered, ResponsesFraming
 from web.stream import Stream
 from web.transports.http import (
+    SSE_HEADERS,
     Lines,
     answer_whole,
     body,
@@ -29,6 +30,7 @@ from web.transports.http import (
     identified_lines,
     sse,
 )
+from web.transports.idempotency import attach
 
 blueprint = Blueprint("generation", __name__)
 
@@ -92,8 +94,17 @@ def _in_background(draft: Draft) -> Response:
         queued = parts.once.background(g.caller, key, said, accept, find)
     if not draft.stream:
         return jsonify(queued)
-    stream, framing = parts.history.resumed(g.caller, queued["id"], -1)
+    try:
+        stream, framing = parts.history.resumed(g.caller, queued["id"], -1)
+    except (NotFound, Gone, StoreDown):
+        return _unread(queued)
     return shown(stream, responses_lines(stream, framing))
+
+
+def _unread(queued: dict[str, Any]) -> Response:
+    """Accepted, and not to be read from the queue now, or any more. An error would have it made a second time."""
+    events = gateway().history.unread(g.caller, queued)
+    return Response(map(event_lines, events), mimetype="text/event-stream", headers=SSE_HEADERS)
 
 
 def admit(draft: Draft) -> Admitted:
@@ -132,7 +143,7 @@ def _go_on(
     if not kept.view.stream:
         raise BadRequest("That answer was not streamed.", param="Last-Event-ID")
     chat.check_cursor(after, kept.chars, kept.seen.state == "ended")
-    stream = parts.admission.attach(kept)
+    stream = attach(parts.admission, kept)
     framing = made(request_id, kept.view, after=after, keep_alive=parts.chat_keepalive)
     return shown(stream, _chat_lines(stream, framing))
 

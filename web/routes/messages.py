@@ -6,6 +6,7 @@ from flask import Blueprint, Response, jsonify
 
 from web.app import gateway
 from web.dialects import messages
+from web.dialects.draft import Draft
 from web.dialects.framing import MessagesFraming
 from web.routes.generation import admit, answer
 from web.stream import Stream
@@ -19,7 +20,8 @@ def create_message() -> Response:
     draft = messages.parse(body())
     admitted = admit(draft)
     request = admitted.stream.request
-    framing = MessagesFraming(request.id, draft, request.input_tokens)
+    input_tokens = request.input_tokens or _counted(draft)  # one that is shown again is without its prompt
+    framing = MessagesFraming(request.id, draft, input_tokens)
     return answer(admitted, draft, framing, _lines)
 
 
@@ -27,8 +29,12 @@ def create_message() -> Response:
 def count_tokens() -> Response:
     """What the same body would count as its input."""
     draft = messages.parse_count(body())
+    return jsonify(input_tokens=_counted(draft))
+
+
+def _counted(draft: Draft) -> int:
     [prompt] = gateway().admission.prompts(draft)
-    return jsonify(input_tokens=len(prompt))
+    return len(prompt)
 
 
 def _lines(stream: Stream, framing: MessagesFraming) -> Lines:

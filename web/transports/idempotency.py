@@ -25,8 +25,9 @@ from core.redis import AWAY, Store
 from core.telemetry import logs
 from core.values import ANSWERED
 from tasks.queue import Seen
-from web.admission import Admission, Admitted, new_id
+from web.admission import Admission, Admitted, Kept, new_id
 from web.dialects.draft import Draft
+from web.stream import Stream
 
 log = logs.get(__name__)
 
@@ -99,16 +100,17 @@ class Once:
         if draft.model not in self.admission.catalog or self.admission.draining:
             return self.admission.admit(caller, draft, transport)  # which refuses it
 
+        named = idempotency.name(caller.org_id, caller.key_id, checked(key))
+
         def begin(reader: Reader) -> Admitted:
             with self.admission.subscriber.sharing(reader.request_id):
-                admitted = self.admission.admit(caller, draft, transport, request_id=reader.request_id)
+                admitted = self.admission.admit(caller, draft, transport, request_id=reader.request_id, once=named.once)
                 admitted.stream.leave = reader.leave
             return admitted
 
         def show(reader: Reader) -> Admitted | None:
             return self._show(caller, draft, reader)
 
-        named = idempotency.name(caller.org_id, caller.key_id, checked(key))
         return self._resolve(named, body, begin, partial(self._fate, draft.model), show)
 
     def background(
@@ -153,8 +155,9 @@ class Once:
                     case "show":
                         if (shown := show(theirs)) is not None:
                             return shown
+                        replaced = taken.request_id
                     case "adopt":
-                        reader = theirs if self._join(theirs) else reader
+                        reader = theirs if _joined(theirs) else reader
                     case "replace":
                         replaced = taken.request_id
                     case _:
@@ -195,25 +198,52 @@ class Once:
             log.warning("key_not_freed", request_id=reader.request_id)
 
     def _show(self, caller: KeyRecord, draft: Draft, reader: Reader) -> Admitted | None:
-        """The stream of the request, brought here. None: it was forgotten, or replaced, a moment ago."""
-        if not self._join(reader):
+        """The stream of the request, brought here. None: it was forgotten, deleted or replaced."""
+        if not _joined(reader):
             return None
         try:
-            with self.admission.subscriber.sharing(reader.request_id):
-                stream = self.admission.attach(self.admission.recall(caller, reader.request_id, draft.dialect))
-                stream.leave = reader.leave
-        except (NotFound, Gone):
+            stream = _attached(self.admission, self.admission.recall(caller, reader.request_id, draft.dialect), reader)
+        except ForebayError as e:
             reader.leave()
-            return None
-        except ForebayError:
-            reader.leave()
+            if isinstance(e, NotFound | Gone):
+                return None
             raise
         log.info("request_shown_again", request_id=reader.request_id)
         return Admitted(stream, _NOT_KNOWN, 0, replayed=True)
 
-    def _join(self, reader: Reader) -> bool:
-        others = self.store.run(idempotency.join(reader.named, reader.request_id, reader.name))
-        if others == -2:
-            message = f"{READERS_MAX} connections read the answer of this Idempotency-Key already."
-            raise LimitReached(message, retry_after_ms=1_000)
-        return others >= 0
+
+def attach(admission: Admission, kept: Kept) -> Stream:
+    """Bring a stream here for one who knows its request by name, and counts as a reader of its key, if it has one.
+
+    Raises: as `Admission.attach`, and
+      LimitReached: too many read it.
+    """
+    made, once = kept.view.caller, kept.view.once
+    if not once or kept.seen.state == "ended":
+        return admission.attach(kept)
+    reader = Reader(admission.store, Name(org_id=made.org_id, key_id=made.key_id, once=once), kept.request.id)
+    try:
+        if not _joined(reader):
+            return admission.attach(kept)
+        return _attached(admission, kept, reader)
+    except AWAY:
+        raise StoreDown from None
+    except ForebayError:
+        reader.leave()
+        raise
+
+
+def _attached(admission: Admission, kept: Kept, reader: Reader) -> Stream:
+    with admission.subscriber.sharing(reader.request_id):
+        stream = admission.attach(kept)
+        stream.leave = reader.leave
+    return stream
+
+
+def _joined(reader: Reader) -> bool:
+    """Count it as a reader of its key. False: the key stands for another request now."""
+    others = reader.store.run(idempotency.join(reader.named, reader.request_id, reader.name))
+    if others == -2:
+        message = f"{READERS_MAX} connections read the answer of this Idempotency-Key already."
+        raise LimitReached(message, retry_after_ms=1_000)
+    return bool(others >= 0)
