@@ -6,6 +6,7 @@ own finish. Runs of kinds that are not known are passed over.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -46,7 +47,7 @@ class Choice:
         self.token_chars = 0  #: of the tokens that were told
 
 
-class Answer:
+class Answer(ABC):
     """The answer to one request. Every chunk of it has the same id, time and model, and so on every gateway."""
 
     whole_object: ClassVar[str]
@@ -62,22 +63,22 @@ class Answer:
 
     # --- what each API says in its own way
 
+    @abstractmethod
     def opening(self) -> list[Chunk]:
         """What comes before any text, once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _delta(self, choice: Choice, kind: Kind, fresh: str) -> Any:
         """What a chunk says of new characters; None: nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _part(self, choice: Choice, delta: Any, finish_reason: str | None) -> dict[str, Any]:
         """A choice of a chunk; without a delta it says only how it finished. What is still to be told of tokens goes
         with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _answered(self, choice: Choice, runs: list[Run], finish: str) -> dict[str, Any]:
         """A choice of a whole answer."""
-        raise NotImplementedError
 
     # --- what both say
 

@@ -23,6 +23,7 @@ between does not end it. An answer without any has one message, empty, as if it 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -54,7 +55,7 @@ _STATUSES: dict[Outcome, Status] = {
 }
 
 
-class _Item:
+class _Item(ABC):
     """One item of the output, as far as it is."""
 
     prefix: ClassVar[str]
@@ -64,19 +65,21 @@ class _Item:
         self.status = ""  #: until it has ended
         self.pieces: list[str] = []
 
+    @abstractmethod
     def added(self, begins: int) -> list[Event]:
         """It is there. `begins`: the number of a character 0 of it; `ends`, below, of its last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, number: int, text: str, logprobs: list[Item]) -> Event:
-        raise NotImplementedError
+        """More of it, up to the character of this number."""
 
+    @abstractmethod
     def done(self, ends: int, status: str) -> list[Event]:
         """It has ended, so."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shown(self, status: str) -> Item:
-        raise NotImplementedError
+        """All of it, so far."""
 
     def _told(self, name: str, number: int, **fields: Any) -> Event:
         return _event(name, number, output_index=self.index, **fields)

@@ -9,7 +9,7 @@ from flask import Blueprint, Response, request
 from web.app import gateway
 from web.dialects import completions, embeddings
 from web.dialects.framing import CompletionsFraming
-from web.routes.generation import _chat_lines, _go_on, admit, answer
+from web.routes.generation import admit, answer, chat_lines, go_on
 from web.transports.http import answer_whole, body
 
 blueprint = Blueprint("completions", __name__)
@@ -18,11 +18,11 @@ blueprint = Blueprint("completions", __name__)
 @blueprint.post("/v1/completions")
 def create_completion() -> Response:
     if last_event := request.headers.get("Last-Event-ID"):
-        return _go_on(last_event, "completions", CompletionsFraming)
+        return go_on(last_event, "completions", CompletionsFraming)
     draft = completions.parse(body())
     admitted = admit(draft)
     framing = CompletionsFraming(admitted.stream.request.id, draft, keep_alive=gateway().chat_keepalive)
-    return answer(admitted, draft, framing, _chat_lines)
+    return answer(admitted, draft, framing, chat_lines)
 
 
 @blueprint.post("/v1/embeddings")

@@ -44,11 +44,11 @@ LINGER_MAX_S = 300
 @blueprint.post("/v1/chat/completions")
 def chat_completions() -> Response:
     if last_event := request.headers.get("Last-Event-ID"):
-        return _go_on(last_event)
+        return go_on(last_event)
     draft = chat.parse(body())
     admitted = admit(draft)
     framing = ChatFraming(admitted.stream.request.id, draft, keep_alive=gateway().chat_keepalive)
-    return answer(admitted, draft, framing, _chat_lines)
+    return answer(admitted, draft, framing, chat_lines)
 
 
 @blueprint.get("/v1/chat/completions")
@@ -57,7 +57,7 @@ def chat_completions_again() -> Response:
     last_event = request.headers.get("Last-Event-ID")
     if not last_event or request.method == "HEAD":
         raise MethodNotAllowed(["POST"])
-    return _go_on(last_event)
+    return go_on(last_event)
 
 
 @blueprint.post("/v1/responses")
@@ -133,7 +133,7 @@ def shown(stream: Stream, lines: Iterable[bytes]) -> Response:
     return sse(parts.admission, stream, lines, parts.watch)
 
 
-def _go_on(
+def go_on(
     last_event: str, dialect: Dialect = "chat", made: type[ChatFraming] | type[CompletionsFraming] = ChatFraming
 ) -> Response:
     """A stream for a client that comes back. Nothing is admitted: the body is the one it sent before."""
@@ -145,7 +145,7 @@ def _go_on(
     chat.check_cursor(after, kept.chars, kept.seen.state == "ended")
     stream = attach(parts.admission, kept)
     framing = made(request_id, kept.view, after=after, keep_alive=parts.chat_keepalive)
-    return shown(stream, _chat_lines(stream, framing))
+    return shown(stream, chat_lines(stream, framing))
 
 
 def linger_ms() -> int:
@@ -163,7 +163,7 @@ def _read_timeout_s(draft: Draft) -> float | None:
     return float(said) if not draft.stream and _SECONDS.fullmatch(said) else None
 
 
-def _chat_lines(stream: Stream, framing: ChatFraming | CompletionsFraming) -> Lines:
+def chat_lines(stream: Stream, framing: ChatFraming | CompletionsFraming) -> Lines:
     of = stream.request.id.encode() if gateway().chat_ids else b""
     return Lines(stream, framing, partial(_chat_line, of), b"data: [DONE]\n\n")
 
