@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from core.accounts import keys, tenants
 from core.redis import Store, tag
 from core.supervise import Death, Process, Supervisor
 from core.values import Ending
+from ops import stores
 from tasks.queue import Queue
 
 T = TypeVar("T")
@@ -55,6 +59,16 @@ def until(ready: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.02)
     return found
+
+
+def soon(ready: Callable[[], object], what: str, within_s: float = 1.0) -> None:
+    """Wait for what is promised within a second of a machine that runs: a look in which it stalled counts as one."""
+    spent_s, look_s = 0.0, 0.05
+    while not ready():
+        assert spent_s < within_s, f"waited {within_s} s for {what}"
+        began_s = time.monotonic()
+        time.sleep(0.02)
+        spent_s += min(time.monotonic() - began_s, look_s)
 
 
 class Row(msgspec.Struct):
@@ -162,8 +176,6 @@ class Platform:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    import socket
-
     sockets = [socket.socket() for _ in range(count)]
     for sock in sockets:
         sock.bind(("127.0.0.1", 0))
@@ -223,6 +235,41 @@ def start(
         tending.join(30)
         for one in platform.open:
             one.close()
+
+
+def alone(**options: Any) -> Iterator[Platform]:
+    """The same, on stores of its own."""
+    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder)
+        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
+        try:
+            yield from start(data, valkey.url, database.url, **options)
+        finally:
+            stores.start_valkey(data).stop()  # the one that runs now: a law may have killed the first
+            database.stop()
+
+
+def handshake(platform: Platform, path: str = "/v1/responses", **changed: str | None) -> tuple[int, str]:
+    """A WebSocket handshake by hand, with these headers; returns the status and all that was said."""
+    headers: dict[str, str | None] = {
+        "Host": f"127.0.0.1:{platform.ports[0]}",
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
+        "Sec-WebSocket-Version": "13",
+        "Authorization": f"Bearer {platform.key}",
+        **{name.replace("_", "-"): value for name, value in changed.items()},
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items() if value is not None)
+    with socket.create_connection(("127.0.0.1", platform.ports[0]), timeout=10) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode())
+        raw = b""
+        while b"\r\n\r\n" not in raw or (b" 101 " not in raw[:20] and not raw.endswith(b"}\n")):
+            more = sock.recv(65536)
+            if not more:
+                break
+            raw += more
+    return int(raw.split()[1]), raw.decode()
 
 
 def _ready(port: int) -> bool:

@@ -174,13 +174,13 @@ def _post_fork(server: Any, worker: Any) -> None:
 
 
 def _post_worker_init(worker: Any) -> None:
-    """Begin the drain as soon as gunicorn says so: it would let sockets hang until its time-out, then cut them."""
+    """Begin the drain as soon as we are told to: gunicorn would let sockets hang until its time-out, then cut them."""
 
     def drain_when_told() -> None:
-        while worker.alive:
+        while worker.alive and not worker.told_to_end:
             time.sleep(0.1)
         drain(worker.wsgi.extensions["forebay"], worker.cfg.graceful_timeout - 5, lambda: worker.active)
-        # Only idle keep-alive connections are left, which gunicorn would wait for until its time-out.
+        # Only idle keep-alive connections are left, for which gunicorn would wait until its time-out.
         os.kill(os.getpid(), signal.SIGQUIT)
 
     worker.active = 0

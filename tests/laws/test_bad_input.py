@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import socket
 from typing import Any
 
 import pytest
 import requests
 
 from core.accounts import keys
-from tests.platform import MODEL, Platform
+from tests.platform import MODEL, Platform, handshake
 
 HELLO = [{"role": "user", "content": "hello"}]
 GOOD = {"model": MODEL, "messages": HELLO, "max_tokens": 3}
@@ -119,30 +116,10 @@ def test_the_sdk_raises_its_own_errors(platform: Platform) -> None:
 # --- WebSocket
 
 
-def handshake(platform: Platform, **changed: str | None) -> tuple[int, bytes]:
-    """A WebSocket handshake by hand; returns the status and what follows it."""
-    headers: dict[str, str | None] = {
-        "Host": "127.0.0.1",
-        "Upgrade": "websocket",
-        "Connection": "Upgrade",
-        "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
-        "Sec-WebSocket-Version": "13",
-        "Authorization": f"Bearer {platform.key}",
-        **{name.replace("_", "-"): value for name, value in changed.items()},
-    }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items() if value is not None)
-    with socket.create_connection(("127.0.0.1", platform.ports[0]), timeout=10) as sock:
-        sock.sendall(f"GET /v1/responses HTTP/1.1\r\n{lines}\r\n".encode())
-        raw = sock.recv(65536)
-        while b"\r\n\r\n" not in raw or (b"401" in raw[:20] and b"{" not in raw):
-            raw += sock.recv(65536)
-    return int(raw.split()[1]), raw
-
-
 def test_a_socket_is_refused_before_the_upgrade(platform: Platform) -> None:
     assert handshake(platform)[0] == 101
-    status, raw = handshake(platform, Authorization="Bearer nobody")
-    assert status == 401 and b"invalid_api_key" in raw
+    status, said = handshake(platform, Authorization="Bearer nobody")
+    assert status == 401 and "invalid_api_key" in said
     assert handshake(platform, Sec_WebSocket_Version="8")[0] == 426
     assert handshake(platform, Sec_WebSocket_Key=None)[0] == 400
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import signal
 import socket as sockets
 import time
@@ -22,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from core import postgres
 from core.accounts import keys
 from tests.laws.test_keys import new_key
-from tests.platform import MODEL, Platform, Row, kill, until
+from tests.platform import MODEL, Platform, Row, handshake, kill, soon, until
 
 Event = dict[str, Any]
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -183,9 +181,8 @@ def test_closing_a_socket_cancels_everything_on_it_within_a_second(platform: Pla
             begun.add(one.until("response.output_text.delta")["stream_id"])
         one.ws.socket.shutdown(how)
         start_s = time.monotonic()
-        # 0.1 s on a quiet machine; a shared one may stall for longer than the second that is promised.
-        until(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled", 2.0)
-        time.sleep(max(0.0, 2.5 - (time.monotonic() - start_s)))
+        soon(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled")
+        time.sleep(max(0.0, 1.5 - (time.monotonic() - start_s)))
         assert not in_state(platform, "running", "waiting"), "nothing that waited on the connection begins"
 
 
@@ -199,7 +196,7 @@ def test_closing_a_socket_cancels_what_is_just_beginning(platform: Platform, tur
         while len(begun) < 16:
             begun.add(one.until("response.created")["stream_id"])
         time.sleep(0.004 * turn)
-    until(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled", 2.0)
+    soon(lambda: not in_state(platform, "running", "waiting"), "everything to be cancelled")
 
 
 def test_a_cancelled_response_says_what_it_used_and_others_go_on(platform: Platform) -> None:
@@ -272,29 +269,6 @@ def stalled(platform: Platform) -> Iterator[str]:
 # Who may open one
 
 
-def shake(platform: Platform, path: str = "/v1/responses", **changed: str | None) -> tuple[int, str]:
-    """A handshake by hand; returns the status and all that was said."""
-    headers: dict[str, str | None] = {
-        "Host": f"127.0.0.1:{platform.ports[0]}",
-        "Upgrade": "websocket",
-        "Connection": "Upgrade",
-        "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
-        "Sec-WebSocket-Version": "13",
-        "Authorization": f"Bearer {platform.key}",
-        **{name.replace("_", "-"): value for name, value in changed.items()},
-    }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items() if value is not None)
-    with sockets.create_connection(("127.0.0.1", platform.ports[0]), timeout=10) as sock:
-        sock.sendall(f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode())
-        raw = b""
-        while b"\r\n\r\n" not in raw or (b" 101 " not in raw[:20] and not raw.endswith(b"}\n")):
-            more = sock.recv(65536)
-            if not more:
-                break
-            raw += more
-    return int(raw.split()[1]), raw.decode()
-
-
 def secret(platform: Platform, **asked: Any) -> dict[str, Any]:
     answer = platform.post("/v1/client_secrets", asked)
     assert answer.status_code == 200, answer.text
@@ -303,12 +277,12 @@ def secret(platform: Platform, **asked: Any) -> dict[str, Any]:
 
 
 def test_a_handshake_with_a_fault_is_told_in_json(platform: Platform) -> None:
-    status, said = shake(platform, Sec_WebSocket_Version="8")
+    status, said = handshake(platform, Sec_WebSocket_Version="8")
     assert status == 426 and "sec-websocket-version: 13" in said.lower() and '"upgrade_required"' in said
     for key in (None, "short", "!" * 24):
-        status, said = shake(platform, Sec_WebSocket_Key=key)
+        status, said = handshake(platform, Sec_WebSocket_Key=key)
         assert status == 400 and '"error":' in said and "x-request-id" in said.lower()
-    status, said = shake(platform, Sec_WebSocket_Extensions="permessage-deflate; client_max_window_bits")
+    status, said = handshake(platform, Sec_WebSocket_Extensions="permessage-deflate; client_max_window_bits")
     assert status == 101 and "extensions" not in said.lower() and "x-request-id" in said.lower()
 
 
@@ -317,9 +291,9 @@ def test_a_client_secret_opens_one_socket_and_is_never_said(platform: Platform) 
         made = secret(platform)
         assert made["value"].startswith("ek_") and 55 <= made["expires_at"] - time.time() <= 61
         offer = f"{with_}, {before}{made['value']}"
-        status, said = shake(platform, Authorization=None, Sec_WebSocket_Protocol=offer)
+        status, said = handshake(platform, Authorization=None, Sec_WebSocket_Protocol=offer)
         assert status == 101 and f"sec-websocket-protocol: {with_}\r\n" in said.lower() and made["value"] not in said
-        status, said = shake(platform, Authorization=None, Sec_WebSocket_Protocol=offer)
+        status, said = handshake(platform, Authorization=None, Sec_WebSocket_Protocol=offer)
         assert status == 401 and made["value"] not in said
     made = secret(platform)
     with wire(
@@ -353,9 +327,9 @@ def test_a_client_secret_may_be_for_one_model_and_for_less_time(platform: Platfo
 
 def test_a_secret_alone_and_a_wrong_one_are_refused(platform: Platform) -> None:
     made = secret(platform)["value"]
-    assert shake(platform, Authorization=None, Sec_WebSocket_Protocol=f"forebay.secret.{made}")[0] == 400
-    assert shake(platform, Authorization=None, Sec_WebSocket_Protocol="realtime, forebay.secret.ek_x")[0] == 401
-    assert shake(platform, Authorization=None, Cookie=f"session={made}; api_key={platform.key}")[0] == 401
+    assert handshake(platform, Authorization=None, Sec_WebSocket_Protocol=f"forebay.secret.{made}")[0] == 400
+    assert handshake(platform, Authorization=None, Sec_WebSocket_Protocol="realtime, forebay.secret.ek_x")[0] == 401
+    assert handshake(platform, Authorization=None, Cookie=f"session={made}; api_key={platform.key}")[0] == 401
 
 
 def test_a_revoked_keys_secrets_open_nothing(platform: Platform) -> None:
@@ -367,16 +341,16 @@ def test_a_revoked_keys_secrets_open_nothing(platform: Platform) -> None:
     engine.dispose()
     platform.store.run(keys.project(record))
 
-    assert shake(platform, Authorization=None, Sec_WebSocket_Protocol=f"realtime, forebay.secret.{made}")[0] == 401
+    assert handshake(platform, Authorization=None, Sec_WebSocket_Protocol=f"realtime, forebay.secret.{made}")[0] == 401
 
 
 def test_a_long_lived_key_in_an_address_or_a_subprotocol_is_refused_and_not_logged(platform: Platform) -> None:
     key = platform.key
     faults = [
-        shake(platform, f"/v1/responses?api_key={key}", Authorization=None),
-        shake(platform, f"/v1/responses?api_key={key}"),
-        shake(platform, f"/v1/responses?x={key.replace('_', '%5f')}"),
-        shake(platform, Authorization=None, Sec_WebSocket_Protocol=f"realtime, openai-insecure-api-key.{key}"),
+        handshake(platform, f"/v1/responses?api_key={key}", Authorization=None),
+        handshake(platform, f"/v1/responses?api_key={key}"),
+        handshake(platform, f"/v1/responses?x={key.replace('_', '%5f')}"),
+        handshake(platform, Authorization=None, Sec_WebSocket_Protocol=f"realtime, openai-insecure-api-key.{key}"),
     ]
     for status, said in faults:
         assert status == 401 and '"key_exposed"' in said and key not in said
@@ -386,10 +360,10 @@ def test_a_long_lived_key_in_an_address_or_a_subprotocol_is_refused_and_not_logg
 def test_a_page_must_be_ours_or_named(platform: Platform) -> None:
     port = platform.ports[0]
     for origin in ("https://evil.example", "null", f"http://127.0.0.1:{port}.evil.example", "http://127.0.0.1:1"):
-        status, said = shake(platform, Origin=origin)
+        status, said = handshake(platform, Origin=origin)
         assert status == 403 and '"origin_not_allowed"' in said
     for origin in (None, f"http://127.0.0.1:{port}", f"https://127.0.0.1:{port}"):
-        assert shake(platform, Origin=origin)[0] == 101
+        assert handshake(platform, Origin=origin)[0] == 101
 
 
 def test_a_key_has_its_number_of_sockets_over_all_gateways(platform: Platform) -> None:
@@ -426,10 +400,10 @@ def test_a_drain_that_takes_too_long_closes_with_1012_and_the_answer_goes_on_els
         busy.until("response.output_text.delta")
         kill(slow.pid("web0"), signal.SIGTERM)
         assert idle.closed()[0] == 1001
-        # gunicorn stops to listen within a second, and whoever comes later is not answered at all.
-        with pytest.raises((InvalidStatus, ConnectionRefusedError)) as refused, wire(slow):
+        time.sleep(1.2)  # it listens until it has ended
+        with pytest.raises(InvalidStatus) as refused, wire(slow):
             pass
-        assert not isinstance(refused.value, InvalidStatus) or refused.value.response.status_code == 503
+        assert refused.value.response.status_code == 503
         code, frames = busy.closed()
         assert code == 1012
     with wire(slow, 1) as again:
@@ -444,6 +418,6 @@ def test_a_drain_that_takes_too_long_closes_with_1012_and_the_answer_goes_on_els
 
 def shakes(platform: Platform) -> bool:
     try:
-        return shake(platform)[0] == 101
+        return handshake(platform)[0] == 101
     except OSError:
         return False

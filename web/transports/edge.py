@@ -58,6 +58,12 @@ class Worker(GeventWorker):  # type: ignore[misc]
     """A gevent worker that speaks JSON, and lets go of clients that read no more."""
 
     stalled_s: float
+    told_to_end = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Go on to listen while what runs comes to its end, so that whoever comes is told to go elsewhere: gunicorn
+        would stop within a second. Who drains (web/serve.py) ends the process."""
+        self.told_to_end = True
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         if client.family in (socket.AF_INET, socket.AF_INET6):
