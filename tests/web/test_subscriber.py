@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1509,3 +1511,11 @@ def test_the_pump_listens_to_every_model(gateway: Gateway, valkey: redis.Redis) 
         channels = [gateway_channel(model, "g") for model in (MODEL, "other")]
 
         assert [count for _, count in valkey.pubsub_numsub(*channels)] == [1, 1]
+
+
+def test_however_much_comes_at_once_everybody_else_has_a_turn(valkey_url: str) -> None:
+    """128,000 deltas in one burst: without turns nothing else would run for a third of a second."""
+    done = subprocess.run([sys.executable, "-m", "tests.web.crowded", valkey_url], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 100
