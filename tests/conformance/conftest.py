@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ops import stores
 from tests import platform as platforms
 from tests.platform import Platform
 
@@ -57,14 +55,7 @@ slots = 32
 
 @pytest.fixture(scope="session")
 def platform() -> Iterator[Platform]:
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url, catalog=CATALOG, gateways=1)
-        finally:
-            valkey.stop()
-            database.stop()
+    yield from platforms.alone(catalog=CATALOG, gateways=1)
 
 
 Node = Callable[[str], str]

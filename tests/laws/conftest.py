@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from ops import stores
 from tests import platform as platforms
 from tests.platform import Platform
 
 
 @pytest.fixture(scope="session")
 def _platform() -> Iterator[Platform]:
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url)
-        finally:
-            stores.start_valkey(data).stop()  # the one that runs now: a law may have killed the first
-            database.stop()
+    yield from platforms.alone()
 
 
 #: One worker with two places, at 25 tokens a second; a prompt is read at 1,000: there is time to look at each stage.
@@ -50,14 +40,7 @@ SOON = {
 
 @pytest.fixture(scope="session")
 def _slow() -> Iterator[Platform]:
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url, catalog=SLOW, environ=SOON)
-        finally:
-            valkey.stop()
-            database.stop()
+    yield from platforms.alone(catalog=SLOW, environ=SOON)
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +20,6 @@ import pytest
 
 from core.redis import tag
 from core.values import Caller, Request, Sampling
-from ops import stores
 from tests import platform as platforms
 from tests.laws.test_faults import greedy_text, running, stream_text, text_of
 from tests.platform import MODEL, Platform, kill, until
@@ -208,14 +205,7 @@ CALLED = {
 
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Platform]:
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url, catalog=THINKS, gateways=1)
-        finally:
-            valkey.stop()
-            database.stop()
+    yield from platforms.alone(catalog=THINKS, gateways=1)
 
 
 def part_of(delta: Any) -> tuple[str, str]:

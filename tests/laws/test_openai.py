@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
 
-from ops import stores
 from tests import platform as platforms
 from tests.platform import Platform, until
 
@@ -55,14 +52,7 @@ BOTH: Any = [{"role": "user", "content": "get_weather and get_time please"}]
 
 @pytest.fixture(scope="module")
 def _three() -> Iterator[Platform]:
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url, catalog=CATALOG, gateways=1)
-        finally:
-            valkey.stop()
-            database.stop()
+    yield from platforms.alone(catalog=CATALOG, gateways=1)
 
 
 @pytest.fixture

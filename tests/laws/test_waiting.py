@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
 from core import fleet, postgres
-from ops import stores
 from tests import platform as platforms
 from tests.platform import CATALOG, MODEL, Platform, kill, until
 from workers.scripted import scripted_tokens
@@ -29,14 +26,7 @@ def empty() -> Iterator[Platform]:
     """A platform whose model keeps no worker, and may have one."""
     catalog = CATALOG.replace("min = 2, max = 2", "min = 0, max = 1").replace("slots = 32", f"slots = {SLOTS}")
     assert catalog.count("min = 0") == catalog.count(f"slots = {SLOTS}") == 1
-    with tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder)
-        valkey, database = stores.start_valkey(data), stores.start_postgres(data)
-        try:
-            yield from platforms.start(data, valkey.url, database.url, catalog=catalog, gateways=1)
-        finally:
-            valkey.stop()
-            database.stop()
+    yield from platforms.alone(catalog=catalog, gateways=1)
 
 
 def ask(platform: Platform, seed: int) -> list[dict[str, Any]]:

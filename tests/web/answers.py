@@ -16,6 +16,15 @@ from web.dialects.framing import Numbered
 ID = "01939c1e-6f00-7abc-8def-0123456789ab"
 USAGE = Usage(input_tokens=7, cached_tokens=4, output_tokens=3)
 
+#: Anything that a body may have in a field.
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
 #: Kinds that come whole: a name, and how a choice ended.
 WHOLE = ("call", "end")
 

@@ -19,7 +19,7 @@ from core.errors import BadRequest, ForebayError, GatewayLost, NotFound, WorkerL
 from core.outlook import Starting
 from core.stream.frames import Logprob, Run
 from core.values import ANSWERED, Caller, Class, Ending, Outcome, Sampling, WorkerState
-from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, run
+from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, json_values, run
 from web.dialects import chat, responses
 from web.dialects.draft import Call, Draft, Message
 from web.dialects.framing import ChatFraming, KeepAlive, Numbered
@@ -448,15 +448,6 @@ def test_fields_that_ask_for_nothing_or_are_unknown_change_nothing(fields: dict[
 @pytest.mark.parametrize("asked", [None, [], "x", 5, True])
 def test_a_body_must_be_an_object(asked: object) -> None:
     assert "JSON object" in refusal(asked).message
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
 
 
 @given(

@@ -15,7 +15,7 @@ from openai.types import Completion
 from core.errors import BadRequest, ForebayError
 from core.stream.frames import Logprob, Run
 from core.values import ANSWERED, Caller, Ending, Outcome, Sampling
-from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, run
+from tests.web.answers import ID, Answered, answers, chunk_of, cut, edges, ending, json_values, run
 from web.dialects import completions
 from web.dialects.draft import Draft
 from web.dialects.framing import CompletionsFraming, Numbered
@@ -117,15 +117,6 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str) -> N
 
     assert (error.status, error.param) == (400, param)
     assert param in error.message and "pydantic" not in error.message
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
 
 
 @given(

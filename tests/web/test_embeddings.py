@@ -15,7 +15,7 @@ from core.catalog import Model
 from core.errors import BadRequest, ForebayError, RequestFailed
 from core.stream.frames import Run
 from core.values import ANSWERED, Outcome
-from tests.web.answers import ending
+from tests.web.answers import ending, json_values
 from web import bounds
 from web.dialects import chat, embeddings
 
@@ -68,15 +68,6 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str) -> N
         embeddings.parse(body(**fields))
 
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
 
 
 @given(st.dictionaries(st.sampled_from([*embeddings.EmbeddingsBody.model_fields]), json_values, max_size=4))
