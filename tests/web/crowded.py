@@ -12,8 +12,6 @@ import sys  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 
-from msgspec.structs import replace  # noqa: E402
-
 from core.catalog import Model  # noqa: E402
 from core.redis import Store  # noqa: E402
 from core.stream.frames import Delta, Frame, encode  # noqa: E402
