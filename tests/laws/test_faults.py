@@ -182,7 +182,7 @@ def test_a_worker_killed_under_load_ends_every_request_once(platform: Platform) 
             for n in range(20)
         ]
         sampled = [pool.submit(stream_text, platform, n, seed=n) for n in range(20)]
-        until(lambda: len(platform.busy()) == 2 and len(running(platform)) > 20, "both workers to be busy")
+        until(lambda: platform.busy() and len(running(platform)) > 20, "all to run")
         time.sleep(0.5)  # so that tokens have been delivered
         victim = platform.busy()[0]
         kill(victim.pid)
@@ -245,7 +245,7 @@ def test_a_killed_workers_whole_answer_is_made_again(platform: Platform) -> None
 def test_a_worker_told_to_end_finishes_what_it_has(platform: Platform) -> None:
     with ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(stream_text, platform, n, seed=n) for n in range(20)]
-        until(lambda: len(platform.busy()) == 2 and len(running(platform)) == 20, "both workers to be busy")
+        until(lambda: platform.busy() and len(running(platform)) == 20, "all to run")
         victim = platform.busy()[0]
         kill(victim.pid, signal.SIGTERM)
         results = [one.result() for one in asked]
