@@ -11,11 +11,14 @@ slots             sequences an engine runs at once
 reserved_slots    slots that what cannot be preempted leaves free; -1: a sixteenth of them, at least 1 of 8
 workers           {min, max} engines
 bounds            waiting, waiting_tokens, tenant_waiting, tenant_tokens: past them a request is refused
+cached_weight     how much a token of input that was cached counts against limits, 0 (not at all) to 1 (as any other)
 canary            {prompt, answer}: what turns a warming worker into a ready one, greedy
 slo.ttft_ms       {system, interactive, default, bulk}: from claim to first token; bounds the prompts an engine takes in
 step              base_ms, sequence_ms, prefill_ms: the timed and scripted engines' step; prefill_ms is also what a
                   worker goes by until it has measured; answer_tokens: the scripted engine stops by itself after
-                  so many tokens of text (0: never, as checkers expect)
+                  so many tokens of text (0: never, as checkers expect). base_ms and sequence_ms are also how fast
+                  one answer can be at most, which limits hold for: too low a time costs a key room, too high a one
+                  makes debt
 
 [models."NAME".engine]   each is told to vLLM by name, whatever its own default
 dtype               "auto": the weights' own; "bfloat16", "float16", "float32"
@@ -44,6 +47,9 @@ import msgspec
 
 #: Names may look like a hub's ("org/name"), never like a Redis hash tag.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+#: No engine makes an answer faster, tokens a second.
+PACE_MAX = 10_000.0
 
 
 class BadCatalog(Exception):
@@ -156,6 +162,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reserved_slots: int = -1  #: -1: a sixteenth
     workers: Bounds = Bounds()
     bounds: QueueBounds = QueueBounds()
+    cached_weight: float = 0.0
     canary: Canary = Canary()
     engine: EngineKnobs = EngineKnobs()
     step: StepProfile = StepProfile()
@@ -170,6 +177,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return max(round(self.slots / 16), 1 if self.slots >= 8 else 0)
 
     @property
+    def pace(self) -> float:
+        """Tokens a second of its fastest answer, one that is alone."""
+        step_ms = self.step.base_ms + self.step.sequence_ms
+        return min(1000 / step_ms, PACE_MAX) if step_ms > 0 else PACE_MAX
+
+    @property
     def calls(self) -> bool:
         """It can call tools."""
         return bool(self.engine.tool_parser)
@@ -180,6 +193,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             yield "workers must have 0 <= min <= max"
         if self.kind == "chat" and not 0 < self.max_output_tokens < self.context_tokens:
             yield "max_output_tokens must be smaller than context_tokens"
+        if not 0 <= self.cached_weight <= 1:
+            yield "cached_weight must be from 0 to 1"
         if self.slots < 1:
             yield "slots must be at least 1"
         elif not -1 <= self.reserved_slots < self.slots:

@@ -12,19 +12,27 @@
     │   ├── KeyReused                422    idempotency_key_reused
     │   └── HeadersTooLarge          431    headers_too_large
     ├── Unauthenticated              401    invalid_api_key
+    │   └── KeyRevoked               401    key_revoked
     ├── NotAllowed                   403  permission_error
+    │   └── OrganisationSuspended    403    organisation_suspended
     ├── NotFound                     404    not_found
     │   └── UnknownModel             404    model_not_found
     ├── Gone                         410  invalid_request_error / stream_expired
     ├── WrongMethod                  405    method_not_allowed
     ├── UpgradeNeeded                426    upgrade_required
     ├── LimitReached                 429  requests / rate_limit_exceeded       retry after …
-    │   └── TokensReached            429  tokens / rate_limit_exceeded         retry after …
+    │   ├── TokensReached            429  tokens / rate_limit_exceeded         retry after …
+    │   └── TooManyFailures          429  requests / too_many_failures         retry after …
+    ├── MoneySpent                   429  insufficient_quota
     ├── Unavailable                  503    overloaded                         retry after …
     │   ├── StoreDown                503    store_unavailable
     │   ├── AccountsDown             503    accounts_unavailable
     │   ├── HistoryDown              503    history_unavailable
-    │   └── Draining                 503    draining
+    │   ├── LimitsDown               503    limits_unavailable
+    │   ├── MoneyDown                503    money_unavailable
+    │   ├── Draining                 503    draining
+    │   ├── ModelPaused              503    model_paused
+    │   └── ClassShed                503    class_shed
     └── RequestFailed                500    generation_failed
         ├── Cancelled                500    cancelled
         ├── WorkerLost               500    worker_lost
@@ -35,9 +43,17 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+#: A key, or a client secret, wherever a caller may have put it; of a key its kind and id may be told.
+_SECRET = re.compile(r"((?:fb_(?:live|test|admin)_(?:[0-9A-Za-z]{12}_)?|ek_))[0-9A-Za-z_-]{16,}")
+
+
+def without_secrets(text: str) -> str:
+    """The text with all keys cut short. No error and no log line repeats one, whoever wrote it where."""
+    return _SECRET.sub(r"\1...", text)
 
 
 class ForebayError(Exception):
@@ -60,8 +76,9 @@ class ForebayError(Exception):
     ) -> None:
         """`headers`: what else the caller is told, where an answer has headers."""
         self.headers = dict(headers or {})
-        self.message = message or inspect.cleandoc(self.__doc__ or "")
-        self.param = param
+        self.partial: dict[str, Any] = {}  #: what was made and paid for, shown beside the error where there is a body
+        self.message = without_secrets(message or " ".join((self.__doc__ or "").split()))
+        self.param = param and without_secrets(param)
         self.error_code = code or self.code
         self.retry_after_ms = self.after_ms if retry_after_ms is None else retry_after_ms
         super().__init__(self.message)
@@ -137,10 +154,22 @@ class Unauthenticated(ForebayError):
     status, type, code, retry = 401, "invalid_request_error", "invalid_api_key", False
 
 
+class KeyRevoked(Unauthenticated):
+    """This API key was revoked while something of it was open here. That was ended, and is billed as far as it came."""
+
+    code = "key_revoked"
+
+
 class NotAllowed(ForebayError):
     """This API key may not do that."""
 
     status, type, code, retry = 403, "permission_error", "not_allowed", False
+
+
+class OrganisationSuspended(NotAllowed):
+    """This organisation is suspended: what it had open was ended, and nothing more is accepted. Ask your operator."""
+
+    code = "organisation_suspended"
 
 
 class NotFound(ForebayError):
@@ -185,6 +214,19 @@ class TokensReached(LimitReached):
     type = "tokens"
 
 
+class TooManyFailures(LimitReached):
+    """Too many keys that are no good came from this address: it is told of no other before the time in `retry-after`.
+    Good keys are let in meanwhile, so check which one is sent."""
+
+    code, retry = "too_many_failures", False  # of itself: the same key is no better then
+
+
+class MoneySpent(ForebayError):
+    """The money for this is used up: a prepaid balance, or a budget of the day or the month. Waiting does not help."""
+
+    status, type, code, retry = 429, "insufficient_quota", "insufficient_quota", False
+
+
 class Unavailable(ForebayError):
     """The platform cannot take this request now. Retry shortly."""
 
@@ -209,10 +251,37 @@ class HistoryDown(Unavailable):
     code = "history_unavailable"
 
 
+class LimitsDown(Unavailable):
+    """Limits cannot be counted at the moment, and without that nothing can be accepted of you. Nothing was; retry after
+    the time given in `retry-after`."""
+
+    code, after_ms = "limits_unavailable", 2_000
+
+
+class MoneyDown(Unavailable):
+    """How much money there is cannot be read at the moment. Nothing was accepted; retry after the time given in
+    `retry-after`."""
+
+    code, after_ms = "money_unavailable", 2_000
+
+
 class Draining(Unavailable):
     """This gateway is shutting down. Retry: another one takes the request."""
 
     code = "draining"
+
+
+class ModelPaused(Unavailable):
+    """This model is paused for the moment. Nothing was accepted; retry after the time given in `retry-after`."""
+
+    code, after_ms = "model_paused", 10_000
+
+
+class ClassShed(Unavailable):
+    """Requests of this class are not served for the moment. Nothing was run or billed; retry after the time given in
+    `retry-after`, or ask with a more urgent `service_tier`."""
+
+    code, after_ms = "class_shed", 10_000
 
 
 class RequestFailed(ForebayError):

@@ -163,16 +163,18 @@ class Store:
         self.loaded = _Loaded(clock)
 
     @classmethod
-    def connect(cls, url: str, *, clock: str = CLOCK) -> Store:
+    def connect(cls, url: str, *, clock: str = CLOCK, exchange_s: float = EXCHANGE_S) -> Store:
+        """`exchange_s`: how long an exchange may take, and a connection be tried for; waiting for one that is in use
+        comes on top."""
         if "+cluster://" in url:
-            return cls(_Cluster(url), clock=clock)
+            return cls(_Cluster(url, exchange_s), clock=clock)
         retry = Retry(ConstantBackoff(0.05), 1, supported_errors=(RedisConnectionError,))
         pool = redis.BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
             timeout=EXCHANGE_S,
-            socket_timeout=EXCHANGE_S,
-            socket_connect_timeout=CONNECT_S,
+            socket_timeout=exchange_s,
+            socket_connect_timeout=min(exchange_s, CONNECT_S),
             retry=retry,
             driver_info=None,  # redis-py would look its own version up on the disk for each connection
         )
@@ -304,8 +306,8 @@ class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
 class _Cluster:
     """A synchronous cluster client, made when it is first needed: making it asks the nodes, and they may be away."""
 
-    def __init__(self, url: str) -> None:
-        self._url, self._lock = url, threading.Lock()
+    def __init__(self, url: str, exchange_s: float = EXCHANGE_S) -> None:
+        self._url, self._exchange_s, self._lock = url, exchange_s, threading.Lock()
         self._made: _SyncCluster | None = None
         self._tried_s = float("-inf")
 
@@ -330,8 +332,8 @@ class _Cluster:
         return _SyncCluster(
             startup_nodes=[redis.cluster.ClusterNode(host, port) for host, port in nodes],
             retry=Retry(ConstantBackoff(0.05), 1),
-            socket_timeout=EXCHANGE_S,
-            socket_connect_timeout=CONNECT_S,
+            socket_timeout=self._exchange_s,
+            socket_connect_timeout=min(self._exchange_s, CONNECT_S),
             require_full_coverage=False,  # the models of a node that is away are away, and no other
             max_connections=CONNECTIONS,
             **options,

@@ -6,10 +6,11 @@ Entry points call `read(os.environ)` and hand the frozen result on; nothing else
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 #: What GPU workers and their agents must not be told: the way to the money, and the secrets of keys and caches.
 WITHHELD = ("DATABASE_URL", "FOREBAY_PEPPER", "FOREBAY_SALT")
@@ -25,6 +26,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     redis_url: str = ""  #: empty: only valid for `forebay up`, which starts its own; a cluster's: see core/redis.py
+    limits_url: str = ""  #: a store of its own for limits (core/limits); empty: the one of REDIS_URL
     database_url: str = ""  #: the same; GPU workers never have it
     data: Path = Path(".forebay")  #: models, secrets, and the embedded stores
     port: int = Field(8000, ge=0, le=65535)  #: 0: a free one
@@ -45,15 +47,23 @@ class Settings(BaseModel):
     chat_ids: bool = True  #: an `id:` on each chat event, to come back with; off for clients that know only `data:`
     key_sockets: int = Field(100, ge=1, le=100_000)  #: WebSockets that one key may have open, over all gateways
     origins: str = ""  #: comma-separated, as browsers say them (https://app.example), or *: pages that may open sockets
+    proxies: str = ""  #: comma-separated networks (10.0.0.0/8) of proxies before us, whose X-Forwarded-For counts
     host_id: str = ""  #: this machine's name in the fleet; empty: its hostname
     tick_ms: int = Field(1000, ge=50, le=60_000)  #: how often the scaler looks
     workers: str = ""  #: "model=count,…": what a host runs while no scaler assigns anything; empty: nothing
-    pepper: str = ""  #: secret that API keys are hashed with; empty: `secrets/pepper` in the data folder
+    pepper: str = ""  #: what API keys are hashed with, or "2:NEW,1:OLD"; empty: `secrets/pepper` in the data folder
     salt: str = ""  #: secret that cache salts are derived from; empty: `secrets/salt` in the data folder
     tally: Path | None = None  #: where the scripted engine writes down whose tokens it makes, for who checks tokens
     traces: Path = Path("../shared/traces")  #: public traces of requests, which some benches replay
     supervised: bool = False  #: set by our supervisor: end when it is gone
     engine_of: str = ""  #: set by the host's agent: whose worker, and whose engine's processes, these are
+
+    @field_validator("proxies")
+    @classmethod
+    def _are_networks(cls, said: str) -> str:
+        for one in filter(None, map(str.strip, said.split(","))):
+            ip_network(one)
+        return said
 
     def lease(self, *, on_cpu: bool) -> tuple[int, int]:
         """A worker's lease and its beat, ms. At least two beats may be lost before the lease runs out.

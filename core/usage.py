@@ -52,6 +52,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: str = "standard"
     price_id: int = 0  #: 0: the model had no price
     admitted_ms: int = 0
+    scopes: tuple[str, ...] = ()  #: whose limits bind it; empty: its key's alone
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +111,7 @@ def facts(request: Request) -> bytes:
             tier=request.tier,
             price_id=request.price_id,
             admitted_ms=request.admitted_ms,
+            scopes=request.scopes,
         )
     )
 
@@ -196,6 +198,12 @@ def read_new(model: str, consumer: str) -> Call[list[Item]]:
 def read_pending(model: str, consumer: str) -> Call[list[Item]]:
     """Entries this consumer took and never struck out."""
     return _read_group(model, consumer, "0")
+
+
+def peek(model: str, count: int) -> Call[list[Item]]:
+    """The oldest entries, whoever has taken them. Takes none."""
+    words = ("XRANGE", stream(model), "-", "+", "COUNT", count)
+    return command(*words, reply=_items)
 
 
 def _read_group(model: str, consumer: str, after: str) -> Call[list[Item]]:

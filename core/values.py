@@ -6,6 +6,7 @@ with the defaults below, so two releases can run side by side; a field is added 
 
 from __future__ import annotations
 
+from decimal import Decimal
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -28,6 +29,8 @@ class Outcome(StrEnum):
     LENGTH = "length"  #: max_tokens or the context was reached
     CANCELLED = "cancelled"  #: the caller went away or asked us to stop
     EXPIRED = "expired"  #: its deadline passed while it waited
+    STOPPED = "stopped"  #: its money was used up: a budget's or a balance's
+    SHED = "shed"  #: an operator shed its class while it waited
     REFUSED = "refused"  #: the engine cannot do what it asks for, such as keep to a schema; the caller's to mend
     FAILED = "failed"  #: the engine broke on it
     WORKER_LOST = "worker_lost"  #: its worker died after part of a sample was delivered that cannot be gone on with
@@ -36,6 +39,8 @@ class Outcome(StrEnum):
 
 #: Outcomes that the caller gets an answer for; everything else is shown as an error or an abort.
 ANSWERED = frozenset({Outcome.COMPLETED, Outcome.LENGTH})
+#: Outcomes that the caller gets all of the output of, to the last token that was counted.
+DELIVERED = ANSWERED | {Outcome.STOPPED}
 
 
 class WorkerState(StrEnum):
@@ -57,6 +62,42 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     org_id: str
     project_id: str
     key_id: str
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one scope may use. None: no limit."""
+
+    scope: str  #: "key:<id>", "project:<id>", "org" or "model:<name>" (core/limits/scopes.py)
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  #: input and output together
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    connections: int | None = None  #: WebSockets (core/accounts/sockets.py)
+    money_per_day: Decimal | None = None  #: in the organisation's currency, by UTC days
+    money_per_month: Decimal | None = None
+    prepaid: bool = False  #: a balance binds it; of an organisation alone
+
+    @property
+    def limited(self) -> bool:
+        """Something but connections is."""
+        return any(limit is not None for limit in self.rates) or self.pays
+
+    @property
+    def rates(self) -> tuple[int | None, ...]:
+        """As the scripts take them."""
+        return (
+            self.requests_per_minute,
+            self.tokens_per_minute,
+            self.input_tokens_per_minute,
+            self.output_tokens_per_minute,
+            self.concurrent_requests,
+        )
+
+    @property
+    def pays(self) -> bool:
+        """Money binds it, so its account must be known before anything is admitted."""
+        return self.money_per_day is not None or self.money_per_month is not None or self.prepaid
 
 
 class Tools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,6 +190,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasons: bool = True  #: the model may think first, if it can
     choice: int = 0  #: of a worker's own: which of the answers a run is
     background: bool = False  #: nobody need wait for it: no reader's going ends it
+    scopes: tuple[str, ...] = ()  #: whose limits bind it (core/limits); empty: its key's alone
+    usual_tokens: int = 0  #: what such answers come to, where the client named no limit; 0: it did, or nobody knows
+    allowance_tokens: int | None = None  #: output that its money covered at admission; None: money does not bind it
 
     @property
     def width(self) -> int:
@@ -182,6 +226,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  #: of the input, served from the prefix cache
     output_tokens: int = 0
     reasoning_tokens: int = 0  #: of the output
+
+
+#: The message of an ending whose caller was stopped (core/limits/stopped.py): why, and what its worker writes.
+CALLER_STOPPED = {"revoked": "its key was revoked", "suspended": "its organisation was suspended"}
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core import catalog
-from core.catalog import BadCatalog, Catalog, Model
+from core.catalog import PACE_MAX, BadCatalog, Catalog, Model, StepProfile
 
 ONE = '[models."m"]\ncontext_tokens = 2048\n'
 
@@ -119,3 +119,14 @@ def test_a_chat_template_lies_beside_its_catalogue(tmp_path: Path) -> None:
 
 def test_an_embedding_model_needs_no_room_for_an_answer(tmp_path: Path) -> None:
     assert loaded(tmp_path, '[models."m"]\ncontext_tokens = 512\nkind = "embedding"\n')["m"].kind == "embedding"
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.1])
+def test_a_weight_of_cached_input_is_a_share(weight: float) -> None:
+    assert list(Model(context_tokens=4096, cached_weight=weight).faults()) == ["cached_weight must be from 0 to 1"]
+
+
+@pytest.mark.parametrize(("base_ms", "pace"), [(13.0, 76.69), (39.96, 25.0), (0.0, PACE_MAX), (0.001, PACE_MAX)])
+def test_the_fastest_answer_is_one_that_is_alone(base_ms: float, pace: float) -> None:
+    step = StepProfile(base_ms=base_ms, sequence_ms=0.04 if base_ms > 1 else 0.0)
+    assert Model(context_tokens=4096, step=step).pace == pytest.approx(pace, rel=1e-4)

@@ -1,22 +1,14 @@
--- used: what a scope has used in the last minute. Writes nothing.
--- KEYS   1 counter HASH
--- reply  {requests begun in 60 s, tokens in 60 s, requests open, ms until the oldest counted request is forgotten}
--- cost O(60)
-local WINDOW_S = 60
-local now = now_ms()
-local first = math.floor(now / 1000) - WINDOW_S
-local requests, tokens, open, oldest = 0, 0, 0, nil
-local fields = redis.call('HGETALL', KEYS[1])
-for i = 1, #fields, 2 do
-  local what, at = string.match(fields[i], '^([rt])(%d+)$')
-  if fields[i] == 'running' then open = tonumber(fields[i + 1])
-  elseif what and tonumber(at) >= first then
-    if what == 'r' then
-      requests = requests + tonumber(fields[i + 1])
-      oldest = math.min(oldest or tonumber(at), tonumber(at))
-    else
-      tokens = tokens + tonumber(fields[i + 1])
-    end
-  end
+-- used: what scopes have used in the window, hold, and have left. Writes nothing.
+-- KEYS   counter HASH per scope
+-- ARGV   per scope: requests, tokens, input, output in 60 s (-1: no limit)
+-- reply  per scope {requests, input, output, held input, held output, open requests, LEFT as in reserve}
+-- cost O(scopes)
+local reply = {}
+for i, key in ipairs(KEYS) do
+  local c = load(key)
+  reply[i] = { c.requests, c.input, c.output, c.held_in, c.held_out, c.running }
+  local arg = 4 * i - 3
+  tell(reply[i], c, { requests = tonumber(ARGV[arg]), tokens = tonumber(ARGV[arg + 1]),
+    input = tonumber(ARGV[arg + 2]), output = tonumber(ARGV[arg + 3]) })
 end
-return { requests, tokens, open, oldest and (oldest + WINDOW_S + 1) * 1000 - now or 0 }
+return reply
