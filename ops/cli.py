@@ -6,6 +6,7 @@ Exit codes: 0 all is well, 1 a problem was found, 2 the command or the environme
 from __future__ import annotations
 
 import importlib
+import sys
 
 import click
 
@@ -17,9 +18,14 @@ COMMANDS = {
     "web": ("ops.commands.processes:web", "Run a gateway."),
     "host": ("ops.commands.processes:host", "Run this host's agent, which runs the GPU workers."),
     "scaler": ("ops.commands.processes:scaler", "Run the clock: fleet and billing jobs."),
-    "org": ("ops.commands.org:command", "Organisations and projects."),
+    "org": ("ops.commands.org:command", "Organisations: how they pay, their share, whether they are served."),
+    "project": ("ops.commands.project:command", "Projects of an organisation."),
     "key": ("ops.commands.key:command", "API keys."),
-    "model": ("ops.commands.model:command", "Models and their prices."),
+    "limits": ("ops.commands.limits:command", "What keys, projects and organisations may use."),
+    "credit": ("ops.commands.credit:command", "Money that organisations have paid ahead."),
+    "audit": ("ops.commands.audit:command", "Who changed what."),
+    "model": ("ops.commands.model:command", "Models and their prices; pause and resume."),
+    "shed": ("ops.commands.shed:command", "Classes of requests that are not served for the moment."),
     "queue": ("ops.commands.queue:command", "What waits and runs, and dead letters."),
     "usage": ("ops.commands.usage:command", "Tokens and money, by hour."),
     "bench": ("ops.commands.bench:command", "Measure this build."),
@@ -54,6 +60,11 @@ def cli() -> None:
 
 
 def main() -> None:
+    try:
+        "".join(sys.argv).encode()
+    except UnicodeEncodeError:  # as bytes that are no text become surrogates, which no store takes
+        click.echo("Error: an argument is not UTF-8; nothing was done", err=True)
+        raise SystemExit(2) from None
     cli()
 
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from core import postgres
 from core.redis import Call, Store
 from core.settings import Settings
+
+if TYPE_CHECKING:
+    from core.accounts.keys import Peppers
 
 Kind = Literal["live", "admin"]
 
@@ -59,22 +62,29 @@ def key(settings: Settings, kind: Kind = "live") -> str:
     return plain
 
 
-def _make_key(engine: postgres.Engine, pepper: bytes, kind: Kind) -> tuple[str, str]:
-    from core.accounts import keys, tenants
+def _make_key(engine: postgres.Engine, pepper: Peppers, kind: Kind) -> tuple[str, str]:
+    from core.accounts import audit, keys, tenants
+    from ops.connect import actor
 
     with postgres.transaction(engine) as connection:
         found = [each for each in tenants.organisations(connection) if each.name == ORGANISATION]
         organisation = found[0] if found else tenants.create_organisation(connection, ORGANISATION)
+        told = {"actor": actor(), "org_id": organisation.id, "name": ORGANISATION}
         project = tenants.find_project(connection, org_id=organisation.id, wanted=tenants.FIRST_PROJECT)
         plain, row = keys.create_key(
             connection, org_id=organisation.id, project_id=project.id, name=ORGANISATION, pepper=pepper, kind=kind
         )
+        if not found:
+            audit.write(connection, action="org.create", subject=f"org:{organisation.id}", **told)
+        audit.write(connection, action="key.create", subject=f"key:{row.id}", kind=kind, **told)
     return plain, row.id
 
 
 def price(settings: Settings, models: Sequence[str]) -> None:
     """Price every model that has none, so that usage shows money from the first request on."""
     from billing import prices
+    from core.accounts import audit
+    from ops.connect import actor
 
     engine = postgres.connect(settings.database_url)
     try:
@@ -88,6 +98,14 @@ def price(settings: Settings, models: Sequence[str]) -> None:
                     input_per_mtok=INPUT_PER_MTOK,
                     output_per_mtok=OUTPUT_PER_MTOK,
                     effective_from=now,
+                )
+                audit.write(
+                    connection,
+                    actor=actor(),
+                    action="price.set",
+                    subject=f"model:{model}",
+                    input_per_mtok=INPUT_PER_MTOK,
+                    output_per_mtok=OUTPUT_PER_MTOK,
                 )
             current = prices.current(connection, datetime.now(UTC))
     finally:

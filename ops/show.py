@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from core.errors import without_secrets
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,7 +27,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 def one(value: Any, json: bool, sentence: str) -> None:
     """One thing: as an object, or as a sentence."""
-    click.echo(_json(value) if json else sentence)
+    click.echo(_json(value) if json else _visible_lines(sentence))
 
 
 def many(values: Sequence[Any], json: bool, columns: Sequence[str]) -> None:
@@ -41,8 +43,27 @@ def many(values: Sequence[Any], json: bool, columns: Sequence[str]) -> None:
     console.print(_table([_fields(value) for value in values], columns))
 
 
+def details(value: Any, json: bool) -> None:
+    """One thing, whole: as an object, or a line for each field."""
+    if json:
+        click.echo(_json(value))
+        return
+    fields = _fields(value)
+    width = max(map(len, fields)) + 2
+    for name, cell in fields.items():
+        told = ", ".join(map(str, cell)) if isinstance(cell, list | tuple) else cell
+        if isinstance(cell, dict):
+            told = "; ".join(f"{key} {_plain(one)}" for key, one in cell.items())
+        click.echo(f"{name.replace('_', ' '):{width}}{_cell(told if told != '' else None)}")
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
+
+
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
     from rich.table import Table
+    from rich.text import Text  # what a name says in brackets is no markup
 
     table = Table(box=None, header_style="bold")
     for column in columns:
@@ -50,17 +71,18 @@ def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
         heading = column.removesuffix("_tokens").replace("_", " ")
         table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
+        table.add_row(*(Text(_cell(row[column])) for column in columns))
     return table
 
 
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn refusals of these kinds into a sentence and exit code 1."""
+    """Turn refusals of these kinds into a sentence and exit code 1. A key that was typed for its id is cut short: what
+    commands say is often kept."""
     try:
         yield
     except kinds as e:
-        raise click.ClickException(str(e)) from None
+        raise click.ClickException(_visible_lines(without_secrets(str(e)))) from None
 
 
 def _json(value: Any) -> str:
@@ -74,4 +96,13 @@ def _fields(value: Any) -> Mapping[str, Any]:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:%Y-%m-%d %H:%M}" if isinstance(value, datetime) else str(value)
+    return f"{value:%Y-%m-%d %H:%M}" if isinstance(value, datetime) else visible(str(value))
+
+
+def _visible_lines(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def visible(text: str) -> str:
+    """Names are anybody's: what would steer a terminal, or turn its writing round, is spelled out."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

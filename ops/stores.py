@@ -32,6 +32,13 @@ _ALLOCATOR = "glibc.malloc.tcache_count=100"
 #: Hash slots of a cluster.
 _SLOTS = 16384
 _PORT_TRIES = 3
+#: What stores write down of commands has the prompts that are in them: Valkey's lists of slow and of large ones, which
+#: outlive every key; Postgres's log, of a statement that failed and of the row that it was about.
+_FORGETFUL_VALKEY = (
+    "--commandlog-execution-slower-than", "-1", "--commandlog-request-larger-than", "-1",
+    "--commandlog-reply-larger-than", "-1",
+)  # fmt: skip
+_FORGETFUL_POSTGRES = "-c log_min_error_statement=panic -c log_error_verbosity=terse"
 #: Postgres refuses to run as root. Started by root, it runs as this account ("nobody" on every Linux) and keeps
 #: only the right to pass folders that are closed to others, so that no permission of a parent folder is loosened.
 _ROOT_RUNS_AS = 65534
@@ -78,7 +85,7 @@ def start_valkey(data: Path) -> Embedded:
             str(_valkey_server()), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
             "--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
             "--maxmemory-policy", "noeviction", "--pidfile", str(pidfile), "--logfile", str(folder / "valkey.log"),
-            "--daemonize", "yes",
+            "--daemonize", "yes", *_FORGETFUL_VALKEY,
         ]  # fmt: skip
         env = {"GLIBC_TUNABLES": _ALLOCATOR} | os.environ
         subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env)
@@ -168,7 +175,9 @@ def start_postgres(data: Path) -> Embedded:
         shutil.rmtree(cluster, ignore_errors=True)
         _postgres("initdb", "-D", cluster, "-U", "forebay", "-A", "trust", "-E", "UTF8", "--locale=C")
     if not _running(cluster):
-        options = f"-k {sockets} -c listen_addresses= -c max_connections=100 -c shared_buffers=64MB"
+        options = (
+            f"-k {sockets} -c listen_addresses= -c max_connections=100 -c shared_buffers=64MB {_FORGETFUL_POSTGRES}"
+        )
         _postgres("pg_ctl", "-D", cluster, "-w", "-t", "30", "-l", folder / "postgres.log", "-o", options, "start")
     _make_database(sockets)
     pid = _postmaster(cluster)

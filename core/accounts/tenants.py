@@ -1,18 +1,19 @@
 """Organisations and their projects.
 
-| table         | writer            | reader               | holds                                    |
-|---------------|-------------------|----------------------|------------------------------------------|
-| organisations | ops (forebay org) | ops, billing/reports | who pays: name, status, currency, weight,  |
-|               |                   |                      | retention                                |
-| projects      | ops (forebay org) | ops                  | what an organisation sorts its keys into |
+| table         | writer                | reader               | holds                                           |
+|---------------|-----------------------|----------------------|-------------------------------------------------|
+| organisations | ops (forebay org)     | ops, billing, keys   | who pays, and how: name, status, currency,      |
+|               |                       |                      | plan, weight, retention                         |
+| projects      | ops (forebay project) | ops                  | what an organisation sorts its keys into        |
 
-Rows are never deleted: usage names them. Nothing on a request's path reads these tables.
+Rows are never deleted: usage names them. Nothing on a request's path reads these tables: keys' records carry what it
+needs (keys.py), and who is suspended is also in Redis (core/limits/stopped.py), where a suspension holds at once.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uuid6
@@ -25,6 +26,11 @@ RETENTION_DAYS_MAX = 3650
 FIRST_PROJECT = "default"
 
 
+#: How an organisation pays: what it used, afterwards; from a balance, which binds; or not at all, and then it is not
+#: served while its limits cannot be reached.
+Plan = Literal["postpaid", "prepaid", "free"]
+
+
 class TenantError(Exception):
     """There is no such organisation or project, or its name is taken or not valid."""
 
@@ -32,10 +38,13 @@ class TenantError(Exception):
 class Organisation(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
-    status: str
+    status: str  #: "active", "suspended" or "closed"
     currency: str
+    plan: str  #: "postpaid", "prepaid" or "free"
     weight: float  #: its share of a model that others want too: twice the weight, twice the tokens
     retention_days: int  #: how long its stored responses are kept; 0: nothing is stored
+    stopped_reason: str | None
+    stopped_at: datetime | None
     created_at: datetime
 
 
@@ -46,7 +55,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
 
 
-_ORGANISATION = "id::text AS id, name, status, currency, weight, retention_days, created_at"
+_ORGANISATION = """id::text AS id, name, status, currency, plan, weight, retention_days, stopped_reason, stopped_at,
+  created_at"""
 _PROJECT = "id::text AS id, org_id::text AS org_id, name, created_at"
 
 
@@ -116,8 +126,7 @@ def set_weight(connection: Connection, org_id: str, weight: float) -> Organisati
     """
     if not 0 < weight <= 1000:
         raise TenantError(f"a weight is above 0 and at most 1000, and this is {weight:g}")
-    query = text(f"UPDATE organisations SET weight = :weight WHERE id = CAST(:id AS uuid) RETURNING {_ORGANISATION}")
-    return Organisation(**connection.execute(query, {"id": org_id, "weight": weight}).mappings().one())
+    return _change(connection, org_id, "weight = :weight", weight=weight)
 
 
 def set_retention(connection: Connection, org_id: str, days: int) -> Organisation:
@@ -128,10 +137,42 @@ def set_retention(connection: Connection, org_id: str, days: int) -> Organisatio
     """
     if not 0 <= days <= RETENTION_DAYS_MAX:
         raise TenantError(f"responses are kept for 0 to {RETENTION_DAYS_MAX} days, and this is {days}")
-    query = text(
-        f"UPDATE organisations SET retention_days = :days WHERE id = CAST(:id AS uuid) RETURNING {_ORGANISATION}"
-    )
-    return Organisation(**connection.execute(query, {"id": org_id, "days": days}).mappings().one())
+    return _change(connection, org_id, "retention_days = :days", days=days)
+
+
+def set_plan(connection: Connection, org_id: str, plan: Plan) -> Organisation:
+    """Let an organisation pay in another way. Its keys' records carry it to the gateways."""
+    return _change(connection, org_id, "plan = :plan", plan=plan)
+
+
+def suspend(connection: Connection, org_id: str, *, reason: str, now: datetime) -> Organisation:
+    """Serve an organisation no more, until it is resumed. Once this is committed the caller says so in Redis
+    (core/limits/stopped.py), where it holds at once. Suspended again, the first reason and time stay.
+
+    Raises:
+      TenantError: it is closed.
+    """
+    changes = """status = 'suspended', stopped_reason = coalesce(stopped_reason, :reason),
+      stopped_at = coalesce(stopped_at, :now)"""
+    return _change(connection, org_id, changes, reason=reason, now=now)
+
+
+def resume(connection: Connection, org_id: str) -> Organisation:
+    """Serve an organisation again.
+
+    Raises:
+      TenantError: it is closed.
+    """
+    return _change(connection, org_id, "status = 'active', stopped_reason = NULL, stopped_at = NULL")
+
+
+def _change(connection: Connection, org_id: str, changes: str, **values: Any) -> Organisation:
+    query = text(f"""UPDATE organisations SET {changes}
+      WHERE id = CAST(:id AS uuid) AND status <> 'closed' RETURNING {_ORGANISATION}""")
+    row = connection.execute(query, {"id": org_id, **values}).mappings().one_or_none()
+    if row is None:
+        raise TenantError("there is no such organisation, or it is closed")
+    return Organisation(**row)
 
 
 def _insert(connection: Connection, sql: str, values: dict[str, Any]) -> dict[str, Any]:

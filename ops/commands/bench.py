@@ -149,3 +149,21 @@ def prefix(requests: int, workers: int, load: float, scan: int | None, steal_ms:
     with show.refusals(BenchFailed):
         found = report.measure("prefix", partial(bench.figures, options))
     report.publish(found, file)
+
+
+@command.command()
+@click.option("--rounds", type=click.IntRange(1, 1000), default=12, show_default=True, help="Of each measurement.")
+@click.option("--race-s", type=click.FloatRange(2, 3600), default=20.0, show_default=True)
+@click.option("--kills", type=click.IntRange(0, 1000), default=12, show_default=True, help="Of client processes.")
+@click.option("--minutes", type=click.IntRange(1, 600), default=8, show_default=True, help="Simulated, of each mix.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@_json
+def limits(rounds: int, race_s: float, kills: int, minutes: int, seed: int, file: str | None) -> None:
+    """What a call of the limiter costs, how much gets past it (nothing), and how much of a limit is used."""
+    from functools import partial
+
+    from ops.bench import limits as bench
+    from ops.bench import report
+
+    options = bench.Options(rounds=rounds, race_s=race_s, kills=kills, minutes=minutes, seed=seed)
+    report.publish(report.measure("limits", partial(bench.figures, options)), file)

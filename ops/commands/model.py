@@ -1,15 +1,20 @@
-"""`forebay model`: the catalogue's models and their prices."""
+"""`forebay model`: the catalogue's models and their prices, and whether they are paused."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ops import show
-from ops.connect import database, environment, store
+from ops import show, stopping
+from ops.connect import actor, after_commit, check_models, database, environment, store, write_down
+
+if TYPE_CHECKING:
+    from billing.rating import Price
+    from core.postgres import Connection
+    from core.settings import Settings
 
 TIERS = ("standard", "priority", "flex", "batch")
 
@@ -28,7 +33,7 @@ class Money(click.ParamType[Decimal]):
 
 @click.group("model")
 def command() -> None:
-    """Models and their prices."""
+    """Models, their prices, and whether they are paused."""
 
 
 @command.command("list")
@@ -71,13 +76,10 @@ def price(
 ) -> None:
     """Price MODEL from now on. Requests already admitted keep the price they were admitted at."""
     from billing import prices
-    from core import catalog
     from core.postgres import transaction
 
     settings = environment()
-    with show.refusals(catalog.BadCatalog):
-        if model not in catalog.load(settings.catalog):
-            raise click.ClickException(f"the catalogue has no model {model!r}; `forebay model list` shows them")
+    check_models(settings, [model])
     with database(settings) as engine, show.refusals(prices.PriceRefused), transaction(engine) as connection:
         made = prices.set_price(
             connection,
@@ -89,9 +91,53 @@ def price(
             currency=currency,
             effective_from=datetime.now(UTC),
         )
-    with store(settings) as redis:  # when this fails the clock does it later, and the exit code says so
-        redis.run(prices.project([made]))
+        write_down(connection, "price.set", f"model:{model}", tier=tier, **_shown(made))
+    after_commit(lambda: _project(settings, made))
     show.one({"model": model, "tier": tier, **_shown(made)}, as_json, f"Priced {model} ({tier}): price {made.id}.")
+
+
+def _project(settings: Settings, made: Price) -> None:
+    from billing import prices
+
+    with store(settings) as redis:
+        redis.run(prices.project([made]))
+
+
+@command.command("pause")
+@click.argument("model")
+@click.option("--reason", default="", help="Shown by `forebay shed`.")
+@show.as_json
+def pause(model: str, reason: str, as_json: bool) -> None:
+    """Start nothing more of MODEL: new requests are refused, what waits stays, what runs goes on."""
+    from core.accounts import stops
+
+    def do(connection: Connection) -> bool:
+        return stops.begin(connection, "model", model, by_whom=actor(), reason=reason)
+
+    check_models(environment(), [model])
+    changed = stopping.change([model], "model.pause", f"model:{model}", do, reason=reason)
+    _tell(model, True, changed, as_json)
+
+
+@command.command("resume")
+@click.argument("model")
+@show.as_json
+def resume(model: str, as_json: bool) -> None:
+    """Go on with MODEL where it was paused."""
+    from core.accounts import stops
+
+    def do(connection: Connection) -> bool:
+        return bool(stops.end(connection, "model", model))
+
+    changed = stopping.change([model], "model.resume", f"model:{model}", do)
+    if not changed:  # one that was paused may have left the catalogue; one that was not is perhaps another's name
+        check_models(environment(), [model])
+    _tell(model, False, changed, as_json)
+
+
+def _tell(model: str, paused: bool, changed: bool, as_json: bool) -> None:
+    sentence = f"{model} {'is paused' if paused else 'goes on'}{'' if changed else ', as before'}."
+    show.one({"model": model, "paused": paused, "changed": changed}, as_json, sentence)
 
 
 def _shown(price: Any) -> dict[str, Any]:

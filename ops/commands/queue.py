@@ -14,7 +14,7 @@ from ops.connect import environment, store
 
 if TYPE_CHECKING:
     from core.redis import Store
-    from tasks.queue import Letter, Queue
+    from tasks.queue import Letter, Queue, Stops
 
 CLASSES = ("system", "interactive", "default", "bulk")
 #: Dead letters that are read in one exchange.
@@ -32,10 +32,10 @@ def command() -> None:
 @model_option
 @show.as_json
 def list_(model: str | None, as_json: bool) -> None:
-    """Show every model's queue: what waits by class, what runs, how long the oldest has waited."""
+    """Show every model's queue: what waits by class, what runs, how long the oldest has waited, what is stopped."""
     with _queues(model) as (store, queues):
         rows = [_depth(store, queue) for queue in queues]
-    columns = ("model", *CLASSES, "waiting_tokens", "oldest_s", "running", "dead", "workers")
+    columns = ("model", *CLASSES, "waiting_tokens", "oldest_s", "running", "dead", "workers", "stopped")
     show.many(rows, as_json, columns)
 
 
@@ -159,7 +159,14 @@ def _depth(store: Store, queue: Queue) -> dict[str, Any]:
         "running": depth.running,
         "dead": depth.dead,
         "workers": depth.workers,
+        "stopped": _stopped(depth.stops),
     }
+
+
+def _stopped(stops: Stops) -> str:
+    """What operators have stopped, in a few words; `forebay shed` says why."""
+    shed = [CLASSES[cls] for cls in sorted(stops.shed)]
+    return ", ".join((["paused"] if stops.paused else []) + [f"{name} shed" for name in shed])
 
 
 def _shown(queue: Queue, letter: Letter) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.accounts import keys, tenants
-from core.accounts.keys import BadKey, KeyRecord, KeyRefused
+from core.accounts.keys import BadKey, KeyRecord, KeyRefused, Peppers
 from core.postgres import DatabaseAway, Engine, connect, transaction
 from core.redis import Store
 from core.settings import Settings
@@ -104,8 +104,8 @@ def test_the_pepper_comes_from_the_environment_or_the_data_folder(tmp_path: Path
 
     settings.secrets.mkdir()
     (settings.secrets / "pepper").write_text("from the data folder\n")
-    assert keys.pepper(settings) == b"from the data folder"
-    assert keys.pepper(Settings(data=tmp_path, pepper="from the environment")) == b"from the environment"
+    assert keys.pepper(settings) == Peppers.only(b"from the data folder")
+    assert keys.pepper(Settings(data=tmp_path, pepper="from the environment")) == Peppers.only(b"from the environment")
     with pytest.raises(keys.PepperMissing, match="too short"):
         keys.pepper(Settings(data=tmp_path, pepper="short"))
 

@@ -39,6 +39,18 @@ def test_set_to_nothing_is_not_set() -> None:
     assert read({"FOREBAY_PORT": "", "FOREBAY_CATALOG": ""}) == Settings()
 
 
+@pytest.mark.parametrize("said", ["10.0.0.0/8", "10.0.0.0/8, 2001:db8::/32,", "127.0.0.1"])
+def test_proxies_are_networks(said: str) -> None:
+    assert read({"FOREBAY_PROXIES": said}).proxies == said
+
+
+@pytest.mark.parametrize("said", ["10.0.0.1/8", "proxy.internal", "10.0.0.0/8 10.1.0.0/16", "*"])
+def test_a_proxy_that_is_no_network_stops_the_start(said: str) -> None:
+    """One that is mistyped would be believed, or not, by chance."""
+    with pytest.raises(BadSettings, match=r"^FOREBAY_PROXIES: "):
+        read({"FOREBAY_PROXIES": said})
+
+
 def test_settings_do_not_change_after_they_were_read() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 1  # type: ignore[misc]

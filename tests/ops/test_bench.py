@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ops import prepare
-from ops.bench import load, peers, report
+from ops.bench import limits, limits_clients, load, peers, report
 from ops.bench.platform import BenchFailed, Cpu
 from ops.bench.simulated import Job, Profile, SimulatedEngine
 from ops.up import free_port
@@ -334,3 +334,41 @@ def test_a_simulated_engine_finds_prefixes_and_gives_all_its_blocks_back() -> No
     assert cached == [0, 512, 512, 0, 1024], "the fifth found its blocks still there: they were used last"
     assert engine.begin() == 0.0
     assert engine.cache.free_tokens == total
+
+
+LIMITS_KEYS = {
+    "us_per_call", "us_by_verb", "calls_per_s", "over_admitted_tokens", "race", "mint_tokens", "utilisation",
+    "utilisation_by_mix", "streams_cut_by_rate", "gateways_1_vs_4",
+}  # fmt: skip
+
+
+def test_a_small_limits_bench_finds_nothing_past_a_limit(tmp_path: Path) -> None:
+    small = ("--rounds", "2", "--race-s", "3", "--kills", "2", "--minutes", "1")
+    done = bench(tmp_path, "limits", *small, "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["figures"]
+    assert set(found) == LIMITS_KEYS
+    assert found["over_admitted_tokens"] == found["mint_tokens"] == found["streams_cut_by_rate"] == 0
+    assert found["race"]["left_open"] == found["race"]["left_held"] == 0
+    assert found["utilisation"] >= 0.95
+    assert found["gateways_1_vs_4"]["1"] == found["gateways_1_vs_4"]["4"] > 0
+    us = found["us_per_call"]
+    assert set(us) == {"1", "4", "8"} and 0 < us["1"] < us["8"]
+    assert set(found["us_by_verb"]["4"]) == {"reserve", "progress", "progress_of_100", "settle", "refused"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_worst_minute_is_found_wherever_it_lies() -> None:
+    """Tokens count once, at the time they were made; a debt allows for as many, for as long."""
+    lines = [
+        limits_clients.Line(at_ms, name, ("org",), tokens, 0, debt)
+        for at_ms, name, tokens, debt in (
+            (0, "a", 50, 0), (30_000, "a", 80, 0), (59_999, "b", 30, 0), (60_000, "b", 90, 20), (200_000, "c", 70, 0),
+        )
+    ]  # fmt: skip
+
+    assert limits._worst_window(lines, 100) == (120, 10), (
+        "30 and 90 in the minute from 1 ms on, less 20 and 100; 110 before it"
+    )
+    assert limits._worst_window(lines, 120) == (120, 0)

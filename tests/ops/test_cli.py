@@ -11,11 +11,24 @@ import pytest
 from click.testing import CliRunner
 
 from ops import prepare
-from ops.cli import COMMANDS, cli
+from ops.cli import COMMANDS, cli, main
 from ops.commands import doctor
 from ops.commands.doctor import State
 
 HEAVY = {"redis", "sqlalchemy", "flask", "dramatiq", "torch", "vllm", "rich"}
+
+
+def test_what_is_no_text_is_refused_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["forebay", "org", "suspend", "acme", "--reason", b"\xe9t\xe9".decode(errors="surrogateescape")]
+    )
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 2 and "not UTF-8" in capsys.readouterr().err
 
 
 def test_the_overview_imports_no_command() -> None:

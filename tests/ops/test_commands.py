@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,41 +9,20 @@ from typing import Any
 import click
 import pytest
 import uuid6
-from click.testing import CliRunner, Result
 
 from billing import events, prices
 from core import usage
 from core.accounts import keys
-from core.postgres import connect, migrate
+from core.postgres import connect
 from core.redis import Store, command
 from core.settings import Settings
 from core.usage import Facts
-from ops.commands import key, model, org
+from ops.commands import key, model, org, project
 from ops.commands import usage as usage_command
 from ops.connect import Urls, urls
+from tests.ops.conftest import PEPPER, data, forebay
 
 MODEL = "smollm2-135m-instruct"
-PEPPER = "a pepper for tests only"
-
-
-@pytest.fixture
-def environ(tmp_path: Path, empty_database: str, valkey_url: str, store: Store) -> dict[str, str | None]:
-    """Nothing says where the stores are but the `ready.json` of a running `forebay up`."""
-    migrate(empty_database)
-    ready = {"url": "http://127.0.0.1:1", "redis_url": valkey_url, "database_url": empty_database, "pids": {}}
-    (tmp_path / "ready.json").write_text(json.dumps(ready))
-    return {"FOREBAY_DATA": str(tmp_path), "FOREBAY_PEPPER": PEPPER, "DATABASE_URL": None, "REDIS_URL": None}
-
-
-def forebay(environ: dict[str, str | None], noun: click.Command, *words: str) -> Result:
-    return CliRunner().invoke(noun, words, env=environ)
-
-
-def data(environ: dict[str, str | None], noun: click.Command, *words: str) -> Any:
-    """What a command prints as JSON when it ends well."""
-    done = forebay(environ, noun, *words, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def make_key(environ: dict[str, str | None]) -> Any:
@@ -54,10 +32,10 @@ def make_key(environ: dict[str, str | None]) -> Any:
 
 def test_an_organisation_has_a_project_to_put_keys_into(environ: dict[str, str | None]) -> None:
     made = data(environ, org.command, "create", "acme")
-    data(environ, org.command, "project", "acme", "search")
+    data(environ, project.command, "create", "search", "--org", "acme")
 
     assert [one["id"] for one in data(environ, org.command, "list")] == [made["id"]]
-    names = [one["name"] for one in data(environ, org.command, "projects", made["id"])]
+    names = [one["name"] for one in data(environ, project.command, "list", "--org", made["id"])]
     assert names == ["default", "search"]
 
 
@@ -171,7 +149,7 @@ def enter(store: Store, facts: Facts) -> None:
     [
         (org.command, ["create", ""], 1),
         (org.command, ["create"], 2),
-        (org.command, ["project", "nobody", "x"], 1),
+        (project.command, ["create", "x", "--org", "nobody"], 1),
         (key.command, ["create", "x", "--org", "nobody"], 1),
         (key.command, ["create", "x", "--org", "nobody", "--requests-per-minute", "-1"], 2),
         (key.command, ["revoke", "nobody"], 1),

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from core.redis import Store
 from core.values import Class, Outcome, Usage
 from ops.commands import queue as noun
-from tasks.queue import Queue, Task
+from tasks.queue import Queue, Stops, Task
 
 STORES = ("single", "cluster")
 FIELDS = 'tokenizer = "bytes"\ncontext_tokens = 4096\nmax_output_tokens = 256\nslots = 32\n'
@@ -64,11 +64,18 @@ def test_list_shows_every_models_queue(environ: dict[str, str | None], live: Sto
 
     assert {**one, "oldest_s": 0} == {
         "model": "one", "system": 0, "interactive": 1, "default": 0, "bulk": 1, "waiting_tokens": 10, "oldest_s": 0,
-        "running": 0, "dead": 1, "workers": 1,
+        "running": 0, "dead": 1, "workers": 1, "stopped": "",
     }  # fmt: skip
     assert (two["model"], two["bulk"], two["workers"]) == ("two", 0, 0)
     assert [row["model"] for row in data(environ, "list", "--model", "two")] == ["two"]
     assert "interactive" in run(environ, "list").stdout
+
+
+def test_list_says_what_operators_have_stopped(environ: dict[str, str | None], live: Store) -> None:
+    queue = Queue("one")
+    live.run(queue.halt(Stops(paused=True, shed=frozenset({Class.DEFAULT, Class.BULK})), live.run(queue.mark())))
+    assert [row["stopped"] for row in data(environ, "list")] == ["paused, default shed, bulk shed", ""]
+    assert "bulk shed" in run(environ, "list").stdout
 
 
 def test_dead_letters_are_listed_newest_first_and_shown_one_by_one(environ: dict[str, str | None], live: Store) -> None:

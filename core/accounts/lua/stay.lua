@@ -1,9 +1,13 @@
--- stay: sockets of a key are open still, also if the store has forgotten them.
--- KEYS   1 sockets ZSET {socket -> until ms}
--- ARGV   1 ms that they count    2 … sockets
--- reply  how many          cost O(n log n) of those named
+-- stay: sockets of an organisation are open still, also if the store has forgotten them.
+-- KEYS   sockets ZSET {socket -> until ms} of each scope
+-- ARGV   1 ms that they count    then for each scope: how many sockets, and these
+-- reply  how many, of all scopes          cost O(n log n) of those named
 -- Repeat: safe.
-local till = now_ms() + tonumber(ARGV[1])
-for i = 2, #ARGV do redis.call('ZADD', KEYS[1], till, ARGV[i]) end
-redis.call('PEXPIRE', KEYS[1], ARGV[1])
-return #ARGV - 1
+local till, at, told = now_ms() + tonumber(ARGV[1]), 2, 0
+for scope = 1, #KEYS do
+  local count = tonumber(ARGV[at])
+  for i = at + 1, at + count do redis.call('ZADD', KEYS[scope], till, ARGV[i]) end
+  redis.call('PEXPIRE', KEYS[scope], ARGV[1])
+  at, told = at + 1 + count, told + count
+end
+return told
