@@ -4,11 +4,13 @@ Every job is one bounded step that may be repeated and may run in two processes 
 money, and one advisory lock, held on the connection that decisions are written on, makes one leader of the fleet.
 
     tick        every tick_ms   look at queues and fleet, decide, write assignments (leader only)
-    ingest      1 s             usage log -> Postgres, lost settles made again
+    ingest      1 s             usage log -> Postgres; lost settles made again, and leases of money told
     roll_up     5 s             hours that got entries -> hourly totals, re-rolled whole
-    project     60 s            keys and prices into Redis, where gateways read them
+    project     60 s            keys, prices and what is stopped into Redis, where it is read
+    stops       1 s             what operators stopped into the queues; all of it into a limiter that lost it
     partitions  1 h             months of usage_events made ahead
-    sweep       10 s            holds that were reserved and never enqueued
+    sweep       10 s            holds of what was never enqueued, or has ended and was not settled
+    leases      60 s            leases of money, against the ledger
     purge       60 s            stored responses that have expired
 """
 
@@ -22,25 +24,29 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from types import FrameType
 
+import msgspec
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.schedulers.blocking import BlockingScheduler
 
-from billing import events, hours, prices
+from billing import events, hours, leases, prices
+from billing.rating import BILLED
 from core import catalog, fleet, postgres, responses, usage
 from core.accounts import keys, tenants
 from core.catalog import Catalog
-from core.limits import counters
+from core.limits import counters, stopped
 from core.postgres import DatabaseAway, Engine, Leadership, transaction
 from core.redis import AWAY, NOW_MS, RedisError, Store
 from core.settings import BadSettings, Settings, read
 from core.telemetry import logs, metrics
-from core.usage import Entry
+from core.values import Usage
 from scaler import decisions, signals
 from scaler.policy import Decision, Memory, ModelSnapshot, Plan, plan
 from scaler.providers import Provider
 from scaler.providers.local import LocalProvider
+from tasks import stops
 from tasks.queue import Queue
 
 log = logs.get(__name__)
@@ -53,12 +59,22 @@ PURGE_BATCHES = 100
 class Clock:
     """The jobs. Each is a step that tests call."""
 
-    def __init__(self, settings: Settings, models: Catalog, store: Store, database: Engine, provider: Provider) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        models: Catalog,
+        store: Store,
+        database: Engine,
+        provider: Provider,
+        limits: Store | None = None,
+    ) -> None:
+        """`limits`: the store of core/limits, where it is another (FOREBAY_LIMITS_URL)."""
         self.settings, self.models, self.provider = settings, models, provider
-        self.store, self.database = store, database
+        self.store, self.database, self.limits = store, database, limits or store
         self.memory = Memory()
         self.consumer = f"clock-{socket.gethostname()}-{os.getpid()}"
         self.leadership = Leadership(database, LEADER)
+        self.accounts = leases.Leases(database, self.limits, store, models)
 
     # --- the fleet
 
@@ -99,22 +115,18 @@ class Clock:
     # --- the money
 
     def ingest(self) -> None:
-        while taken := events.ingest(self.store, self.database, self.models, self.consumer, settle=self._settle):
+        settle, done = partial(leases.charge, self.limits), partial(leases.forget, self.limits)
+        while taken := events.ingest(self.store, self.database, self.models, self.consumer, settle=settle, done=done):
             metrics.usage_ingested.inc(taken)
         for model in self.models:
             metrics.usage_waiting.labels(model).set(self.store.run(usage.length(model)))
 
-    def _settle(self, entries: Sequence[Entry]) -> None:
-        """Settle what its gateway may not have. A settle that was made says so, and changes nothing."""
-        self.store.run_all([
-            counters.settle(
-                entry.facts.org_id,
-                entry.id,
-                [f"key:{entry.facts.key_id}"],
-                entry.usage.input_tokens + entry.usage.output_tokens,
-            )
-            for entry in entries
-        ])  # fmt: skip
+    def leases(self) -> None:
+        """What Redis and Postgres have of money must be the same. Where it is not, somebody must look."""
+        found = self.accounts.reconcile()
+        metrics.money_drift_units.set(max((abs(drift.units) for drift in found), default=0))
+        for drift in found:
+            log.error("money_drifted", **msgspec.structs.asdict(drift))
 
     def roll_up(self) -> None:
         if rolled := hours.roll_dirty(self.database):
@@ -124,35 +136,59 @@ class Clock:
         records = keys.all_records(self.database)
         for start in range(0, len(records), 500):
             self.store.run_all([keys.project(record) for record in records[start : start + 500]])
+        self._project_prices()
+        stops.project_accounts(self.limits, self.database)
+        stops.project(self.store, self.database, self.models)
+
+    def _project_prices(self) -> None:
         with transaction(self.database) as connection:
             current = prices.current(connection, datetime.now(UTC))
         self.store.run(prices.project(current))
+
+    def stops(self) -> None:
+        """What operators have stopped holds a second after a store lost it, or a command died half-way."""
+        stops.project(self.store, self.database, self.models)
+        if not self.limits.run(stopped.remembers()):
+            log.info("stops_told")
+            stops.project_accounts(self.limits, self.database)
+        if not self.store.run(prices.known()):
+            log.info("prices_told")
+            self._project_prices()
 
     def partitions(self) -> None:
         with transaction(self.database) as connection:
             events.ensure_partitions(connection, datetime.now(UTC))
 
     def sweep(self) -> None:
-        """Free what was reserved and never enqueued: the gateway died between the two."""
+        """Free what is held and does not run: it was never enqueued, or nobody settled it."""
         with transaction(self.database) as connection:
             organisations = [organisation.id for organisation in tenants.organisations(connection)]
-        before_ms = self.store.run(NOW_MS) - counters.SWEEP_MS
+        before_ms = self.limits.run(NOW_MS) - counters.SWEEP_MS
         for org_id in organisations:
             page = 0
-            while ids := self.store.run(counters.open_before(org_id, before_ms, page=page)):
+            while ids := self.limits.run(counters.open_before(org_id, before_ms, page=page)):
                 for request_id in ids:
                     self._sweep(org_id, request_id)
                 page += 1
 
     def _sweep(self, org_id: str, request_id: str) -> None:
-        held = self.store.run(counters.held_for(org_id, request_id))
+        """What the queue knows and has not ended keeps its hold, however old it is."""
+        held = self.limits.run(counters.held_for(org_id, request_id))
         if held is None:
-            self.store.run(counters.forget(org_id, request_id))
+            self.limits.run(counters.forget(org_id, request_id))
             return
-        seen = self.store.run(Queue(held.model).peek(request_id))
-        if seen.state == "unknown":
+        models = [held.model] if held.model else list(self.models)  # one that was taken up does not say
+        seen = self.store.run_all([Queue(model).peek(request_id) for model in models])
+        known = next((one for one in seen if one.state != "unknown"), None)
+        if known is None:
             log.warning("hold_swept", request_id=request_id)
-            self.store.run(counters.settle(org_id, request_id, held.scopes, 0))
+            swept = counters.settle(org_id, request_id, held.scopes, Usage(), billed=False, forgo=True)
+            self.limits.run(swept)
+            self.limits.run(counters.unknown(org_id, request_id))
+        elif known.ending is not None:
+            log.warning("settle_made_again", request_id=request_id)
+            billed = known.ending.outcome in BILLED
+            self.limits.run(counters.settle(org_id, request_id, held.scopes, known.ending.usage, billed=billed))
 
     # --- what is kept for customers
 
@@ -177,8 +213,10 @@ class Clock:
             "ingest": (self.ingest, 1.0),
             "roll_up": (self.roll_up, 5.0),
             "project": (self.project, 60.0),
+            "stops": (self.stops, 1.0),
             "partitions": (self.partitions, 3600.0),
             "sweep": (self.sweep, 10.0),
+            "leases": (self.leases, 60.0),
             "purge": (self.purge, 60.0),
         }
 
@@ -225,7 +263,8 @@ def main() -> None:
 
         follow_parent()
     store = Store.connect(settings.redis_url)
-    clock = Clock(settings, models, store, postgres.connect(settings.database_url), LocalProvider(store))
+    limits = Store.connect(settings.limits_url) if settings.limits_url else store
+    clock = Clock(settings, models, store, postgres.connect(settings.database_url), LocalProvider(store), limits)
     scheduler = schedule(clock)
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -75,8 +75,8 @@ class QueueBroker(Broker):
             delay_ms=delay or 0,
         )
         accepted = self._run(queue.enqueue(task))
-        if accepted.status == "full":
-            full = f"queue {message.queue_name} is full ({accepted.waiting} wait)"
+        if accepted.refused:
+            full = f"queue {message.queue_name} is {accepted.status} ({accepted.waiting} wait)"
             raise RateLimitExceeded(full)  # type: ignore[no-untyped-call]
         self.emit_after("enqueue", message, delay)
         return message

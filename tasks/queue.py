@@ -23,7 +23,7 @@
 | forget    | ZSET      | endings                 | timers          | id -> when its ended row goes, ms                |
 | dead      | ZSET      | endings, mend           | mend            | dead letter -> when it was given up, ms          |
 | letters   | HASH      | with dead               | mend            | id -> msgpack map: row, message, reason; a week  |
-| counters  | HASH      | every verb              | tick, watch     | depth per class, tokens, totals                  |
+| counters  | HASH      | every verb, halt        | tick, watch     | depth per class, tokens, totals; `stops` **      |
 | wake      | ZSET      | enqueue, claim, endings | idle workers    | one marker; carries no data, may be lost         |
 | wake:<w>  | ZSET      | enqueue                 | that worker     | the same, for what prefers it; TTL 60 s          |
 | gateways  | ZSET      | watch, enqueue, attach  | timers          | gateway -> when what is open there is lost, ms   |
@@ -31,6 +31,8 @@
 | usage     | STREAM    | endings                 | core/usage.py   | one entry per ending that has facts              |
 
 * less than 0 when something did not fit: it is busy for the moment. 0 also when it saves KV cache, or preempts.
+** `mark|p|23`: which change was the last, whether the model is paused, which classes are shed (`halt`, which says what
+   Postgres says: tasks/stops.py). `sweep<class>`: where to go on ending what waits of a class that is shed.
 
 Channels: `gateway:<id>` frames, endings and takeovers (core/stream), `worker:<id>` Orders for that worker, `urgent` the
 class of something urgent that found no room.
@@ -46,6 +48,7 @@ Dies      worker: its agent says so (`tick`), or its lease runs out; its claims 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -66,7 +69,7 @@ _KEYS = (
 )  # fmt: skip
 _VERBS = (
     "enqueue", "claim", "beat", "deliver", "finish", "hand_back", "cancel", "watch", "attach", "logs_of", "mend",
-    "tick",
+    "tick", "halt",
 )  # fmt: skip
 _SCRIPTS = scripts(
     Path(__file__).with_name("lua"), shared=("prelude", "order", "endings"), verbs=_VERBS, last="settle()"
@@ -128,13 +131,26 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    status: Literal["accepted", "known", "full"]
+    status: Literal["accepted", "known", "full", "paused", "shed"]  #: the last two: an operator stopped it
     place: int = 0  #: 1: next
     alive: bool = True  #: some worker is there to run it
     state: str = ""  #: of the row, when known
     whose: str = ""  #: when full: "model" or "tenant", and what waits there
     waiting: int = 0
     waiting_tokens: int = 0
+
+    @property
+    def refused(self) -> bool:
+        """Nothing was accepted."""
+        return self.status not in ("accepted", "known")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stops:
+    """What operators have stopped of a model."""
+
+    paused: bool = False  #: nothing is accepted or claimed; what runs goes on
+    shed: frozenset[int] = frozenset()  #: the same of these classes, and what waits of them ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +254,13 @@ class Depth:
     buried: bool  #: the dead worker named has no claim left
     dead: int = 0  #: dead letters
     workers: int = 0  #: alive
+    stops: Stops = Stops()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halted:
+    done: bool  #: False: somebody changed the stops meanwhile; nothing was changed, and both are to be read again
+    left: bool  #: something that was shed is left to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,15 +329,17 @@ class Queue:
     def wake_key_of(self, worker: str) -> str:
         return f"{self.prefix}wake:{worker}"
 
-    def enqueue(self, task: Task, *, attempt: int = 0, shown: bool = False) -> Call[Accepted]:
+    def enqueue(self, task: Task, *, attempt: int = 0, shown: bool = False, again: bool = False) -> Call[Accepted]:
         """Put a task on the queue, once. `attempt` and `shown`: when the store forgot a request that had been running,
-        and whether something of it has reached its client."""
+        and whether something of it has reached its client. `again`: it was accepted before, and the store forgot it: a
+        model that is paused takes it, and it waits; of a class that is shed it ends, unless it is background work."""
         row = {
             "class": int(task.cls), "tenant": task.tenant, "owner": task.owner, "gateway": task.gateway,
             "rerunnable": task.rerunnable, "input": task.input_tokens, "need": task.need_tokens,
             "most": task.most_tokens, "preferred": ",".join(task.preferred), "patience_ms": task.patience_ms,
             "steal_ms": task.steal_ms, "weight": task.weight, "delay_ms": task.delay_ms, "background": task.background,
             "due_ms": DUE_MS[Class(task.cls)], "home_ms": self.home_ms, "attempt": attempt, "shown": shown,
+            "again": again,
             "waiting_max": self.bounds.waiting, "tokens_max": self.bounds.tokens,
             "tenant_waiting_max": self.bounds.tenant_waiting, "tenant_tokens_max": self.bounds.tenant_tokens,
         }  # fmt: skip
@@ -395,6 +420,22 @@ class Queue:
         """Run the timers and look; bury a worker that its host saw die."""
         return self._call("tick", dead_worker, reply=_depth)
 
+    def gateways(self) -> Call[int]:
+        """How many gateways are alive, or were a moment ago."""
+        return command("ZCARD", self.prefix + "gateways", reply=int)
+
+    # --- what operators stop
+
+    def mark(self) -> Call[str]:
+        """Which change of the stops was the last. It is read before Postgres is."""
+        return command("HGET", self.prefix + "counters", "stops", reply=lambda raw: _text(raw or b"").partition("|")[0])
+
+    def halt(self, stops: Stops, mark: str) -> Call[Halted]:
+        """Stop what Postgres says is stopped, and nothing else; `mark` was read before Postgres was. To be repeated
+        while something is left to end."""
+        paused, shed = "p" if stops.paused else "", "".join(str(int(cls)) for cls in sorted(stops.shed))
+        return self._call("halt", mark, secrets.token_hex(8), paused, shed, reply=_halted)
+
     # --- dead letters
 
     def dead_letters(self, start: int, count: int) -> Call[tuple[int, list[Letter]]]:
@@ -406,7 +447,8 @@ class Queue:
         return self._call("mend", "show", request_id, extra=extra, reply=lambda raw: _letter(raw) if raw else None)
 
     def retry_dead(self, request_id: str) -> Call[str]:
-        """Let it wait again: "retried", "unknown", "gone", when its body is, or "open": it waits or runs already."""
+        """Let it wait again: "retried", "unknown", "gone", when its body is, "open": it waits or runs already, or
+        "shed": an operator shed its class."""
         return self._call("mend", "retry", request_id, extra=[self._body_key(request_id)], reply=_text)
 
     def purge_dead(self, request_id: str) -> Call[bool]:
@@ -485,6 +527,8 @@ def _accepted(raw: list[Any]) -> Accepted:
         return Accepted(status="accepted", place=int(raw[1]), alive=bool(raw[2]))
     if status == "known":
         return Accepted(status="known", state=_text(raw[1]))
+    if status != "full":
+        return Accepted(status="paused" if status == "paused" else "shed")
     return Accepted(status="full", whose=_text(raw[1]), waiting=int(raw[2]), waiting_tokens=int(raw[3]))
 
 
@@ -553,11 +597,17 @@ def _peeked(raw: bytes | None) -> Seen:
 
 
 def _depth(raw: list[Any]) -> Depth:
-    c0, c1, c2, c3, tokens, running, oldest_ms, left, dead, workers = (int(one) for one in raw)
+    *numbers, shed = raw
+    c0, c1, c2, c3, tokens, running, oldest_ms, left, dead, workers, paused = (int(one) for one in numbers)
     return Depth(
         waiting=(c0, c1, c2, c3), waiting_tokens=tokens, running=running, oldest_wait_ms=oldest_ms, buried=left == 0,
-        dead=dead, workers=workers,
+        dead=dead, workers=workers, stops=Stops(paused=paused == 1, shed=frozenset(map(int, _text(shed)))),
     )  # fmt: skip
+
+
+def _halted(raw: list[Any]) -> Halted:
+    done, left = raw
+    return Halted(done=done == 1, left=left == 1)
 
 
 def _letters(raw: list[Any]) -> tuple[int, list[Letter]]:

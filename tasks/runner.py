@@ -61,6 +61,7 @@ class Held:
     cut: int = 0  #: output of earlier attempts, from which this one goes on; its usage counts that too
     usage: Usage = field(default_factory=Usage)  #: counted so far; what a cancelled request is billed for
     let_go: str = ""  #: why its task was stopped: "cancelled", "fenced", "handed back"
+    message: str = ""  #: of one that was cancelled: why, for people
     begun: bool = False  #: asyncio drops a task that is cancelled before its first step, its `finally` too
     ended: bool = False  #: it is over but for the telling
     finishing: bool = False
@@ -312,7 +313,9 @@ class Runner:
         return Finished(outcome=Outcome.FAILED, usage=held.usage, message=str(e) or type(e).__name__)
 
     def _stopped(self, held: Held) -> Finished | None:
-        return Finished(outcome=Outcome.CANCELLED, usage=held.usage) if held.let_go == "cancelled" else None
+        if held.let_go != "cancelled":
+            return None
+        return Finished(outcome=Outcome.CANCELLED, usage=held.usage, message=held.message)
 
     async def _process(self, proxy: MessageProxy, message: Message[Any], actor: Any) -> Finished:
         """Dramatiq's life of a message: its hooks around the actor."""
@@ -384,14 +387,15 @@ class Runner:
             except AWAY:
                 await asyncio.sleep(PAUSE_S)
 
-    def let_go(self, request_id: str, why: str) -> None:
-        """Stop a task: "cancelled" ends it as cancelled, "fenced" and "handed back" leave the ending to others."""
+    def let_go(self, request_id: str, why: str, message: str = "") -> None:
+        """Stop a task: "cancelled" ends it as cancelled, "fenced" and "handed back" leave the ending to others.
+        `message`: what its caller is told of the reason."""
         held = self.held.get(request_id)
         if held is None or held.finishing:
             return
         if held.let_go and not (why == "fenced" and held.let_go == "handed back"):
             return
-        held.let_go = why
+        held.let_go, held.message = why, message
         if why == "cancelled":
             held.claim = msgspec.structs.replace(held.claim, cancelled=True)
         if held.task is not None and held.begun:

@@ -2,7 +2,7 @@
 -- ARGV   2 worker  3 lease ms  4 sum of the claims it knows of ('' : it is leaving, forget its lease)
 --        5.. triples id, attempt, output tokens so far: of requests that have made many since they were last charged
 -- reply  {1, urgent}: the sums agree | {0, urgent, id, attempt, cancelled, gateway, …}: its claims as they are
---        urgent: the most urgent class in which something waits; 9: nothing does
+--        urgent: the most urgent class in which something waits that may be claimed; 9: nothing does
 -- Repeat: safe. Cost O(triples log n), and O(claims) on 0.
 local worker, lease_ms = ARGV[2], tonumber(ARGV[3])
 if ARGV[4] == '' then
@@ -23,7 +23,7 @@ for i = 5, #ARGV, 3 do
     keep(ARGV[i], row)
   end
 end
-local first = call('ZRANGE', TENANTS, 0, 0)[1]
+local first = not stopped().paused and lines(0, 0)[1]
 local urgent = first and tonumber(string.match(first, '^%d')) or 9
 if sum_of(worker) == tonumber(ARGV[4]) then return { 1, urgent } end
 local reply = { 0, urgent }

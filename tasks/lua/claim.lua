@@ -50,7 +50,7 @@ room.choosy = room.scan > 1 and counter('waiting_preferred') > 0 and not crowded
 if not room.choosy then room.scan = math.min(room.scan, TRIES_MAX) end
 
 local taken, claims = { ARGV[5] }, {}
-while #taken <= wanted do
+while #taken <= wanted and not stopped().paused do
   local id, row, others = next_for(room)
   if not id then break end
   -- Charged once: another run is not the tenant's doing.

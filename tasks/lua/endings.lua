@@ -11,6 +11,7 @@ local function withdraw(id, row) -- from wherever it is
   elseif row.state == 'running' then release(id, row) end
 end
 
+local SHED = 'an operator shed its class'
 local NOTHING = { input_tokens = 0, cached_tokens = 0, output_tokens = 0, reasoning_tokens = 0 }
 
 -- All or nothing: terminal record, claim, terminal frame, usage entry. A row is concluded once: it is 'ended' then.
@@ -57,6 +58,7 @@ local function back(id, row, message)
     dead_letter(id, row, reason)
     return conclude(id, row, 'failed', NOTHING, reason)
   end
+  if sheds(row) then return conclude(id, row, 'shed', NOTHING, SHED) end
   release(id, row)
   -- Whose log holds what was delivered and is not saved yet. Who delivers has saved all before it (deliver.lua).
   if row.first_ms > 0 then row.trail = row.worker end
@@ -155,7 +157,9 @@ end
 -- Called before a lease is renewed. After a silence of everybody the store was away: every lease gets its full time
 -- again before any is reaped.
 local function hear()
-  local last, lease_ms = tonumber(call('HGET', COUNTERS, 'heard_ms') or now), counter('lease_ms')
+  look_at('heard_ms', 'lease_ms', 'mercy_ms', 'stops', 'searches', 'waiting_preferred')
+  local last, lease_ms = counter('heard_ms'), counter('lease_ms')
+  if last == 0 then last = now end -- nobody was heard yet
   if now < last then set_back(last - now) end
   if now < last or now - last > math.max(SILENCE_MS, lease_ms / 2) then
     note('mercy_ms', now + math.max(lease_ms, MERCY_MS))
@@ -180,6 +184,31 @@ local function release_held(limit)
   end
 end
 
+-- What waited of a class when it was shed ends, some at a time. `sweep<class>` is where to go on: there is none when
+-- nothing is left to end.
+local function shed_some(class, from, limit)
+  local ids = {}
+  local entries = call('ZRANGEBYLEX', WAITING, from, '[' .. class .. '|\255', 'LIMIT', 0, limit)
+  for i, entry in ipairs(entries) do ids[i] = id_of(entry) end
+  look_up(ids)
+  for _, id in ipairs(ids) do
+    local row = row_of(id)
+    if sheds(row) then conclude(id, row, 'shed', NOTHING, SHED) end
+  end
+  if #entries < limit then call('HDEL', COUNTERS, 'sweep' .. class)
+  else call('HSET', COUNTERS, 'sweep' .. class, '(' .. entries[limit]) end
+  return limit - #entries
+end
+
+local function sweep(limit) -- returns whether something may be left to end
+  for class in string.gmatch(stopped().shed, '%d') do
+    local from = call('HGET', COUNTERS, 'sweep' .. class)
+    if from then limit = shed_some(class, from, limit) end
+    if limit <= 0 then return true end
+  end
+  return false
+end
+
 -- Bounded housekeeping, run inside every claim, beat, watch and tick: nothing in the queue waits for a timer process.
 local function timers(limit)
   local alive = call('ZCARD', LEASES) > 0
@@ -187,11 +216,16 @@ local function timers(limit)
   for _, id in ipairs(call('ZRANGEBYSCORE', DELAYS, '-inf', now, 'LIMIT', 0, limit)) do
     call('ZREM', DELAYS, id)
     local row = row_of(id)
-    be_patient(row)
-    join(id, row)
-    keep(id, row)
-    wake()
+    if sheds(row) then
+      conclude(id, row, 'shed', NOTHING, SHED)
+    else
+      be_patient(row)
+      join(id, row)
+      keep(id, row)
+      wake()
+    end
   end
+  sweep(limit)
   for _, id in ipairs(call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', 0, limit)) do
     local row = row_of(id)
     if alive or row.held then

@@ -4,14 +4,17 @@
 --        8 msgpack map: the row's {class, tenant, owner, gateway, rerunnable, input, need, most, patience_ms, steal_ms,
 --          weight, preferred, background} and {delay_ms, due_ms (from now), home_ms: lease of its gateway}, the bounds
 --          {waiting_max, tokens_max, tenant_waiting_max, tenant_tokens_max}, and of a request that the store forgot
---          {attempt, shown}
+--          {attempt, shown}, and {again}: it was accepted before
 -- reply  {'accepted', place, whether a worker is alive} | {'known', state}
---        | {'full', 'model' or 'tenant', waiting, tokens}
+--        | {'full', 'model' or 'tenant', waiting, tokens} | {'paused'} | {'shed'}: by an operator
 -- Repeat: safe, the row is the duplicate check.                                                     cost O(log n)
 local id, row = ARGV[2], cmsgpack.unpack(ARGV[8])
 local known = row_of(id)
 if known then return { 'known', known.state } end
 
+look_at('stops', 'waiting_tokens', 'waiting0', 'waiting1', 'waiting2', 'waiting3')
+if not row.again and stopped().paused then return { 'paused' } end
+if not row.again and is_shed(row.class) then return { 'shed' } end
 local depth, tokens = 0, counter('waiting_tokens')
 for class = 0, 3 do depth = depth + counter('waiting' .. class) end
 if depth >= row.waiting_max or (depth > 0 and tokens + row.input > row.tokens_max) then
@@ -26,6 +29,7 @@ end
 local alive = call('ZCARD', LEASES) > 0
 local delay_ms, home_ms = row.delay_ms, row.home_ms
 row.waiting_max, row.tokens_max, row.tenant_waiting_max, row.tenant_tokens_max, row.delay_ms, row.home_ms = nil
+row.again = nil
 row.facts, row.entered_ms, row.due_ms = ARGV[4], now, now + row.due_ms
 row.arrival = call('HINCRBY', COUNTERS, 'arrival', 1)
 for name, default in pairs(DEFAULTS.__index) do
@@ -37,6 +41,10 @@ be_patient(row)
 if row.gateway ~= '' then
   call('ZADD', HOMES, 0, row.gateway .. '|' .. id)
   call('ZADD', GATEWAYS, 'GT', now + home_ms, row.gateway)
+end
+if sheds(row) then
+  conclude(id, row, 'shed', NOTHING, SHED)
+  return { 'accepted', 0, 1 }
 end
 if row.shown and not row.rerunnable then
   conclude(id, row, 'worker_lost', NOTHING, 'the queue lost it in the middle of a sampled answer')

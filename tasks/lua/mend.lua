@@ -5,6 +5,7 @@
 --          show ID                          -> letter | {}
 --          retry ID                         -> 'retried' | 'unknown' | 'gone': its body is, nothing could be run
 --                                              | 'open': the same id waits or runs already
+--                                              | 'shed': an operator shed its class
 --          purge ID                         -> 1 | 0
 -- letter: {id, reason, dead ms, attempt, losses, class, tenant, input tokens, message}
 -- A retried letter waits again, with no losses. It makes no second usage entry: it was counted when it was given up.
@@ -41,6 +42,7 @@ if verb == 'purge' then
 end
 if not letter then return 'unknown' end
 if open then return 'open' end
+if sheds(letter.row) then return 'shed' end
 if letter.row.bodied and call('EXISTS', KEYS[EXTRA]) == 0 then return 'gone' end
 bury_letter(id)
 local row = letter.row

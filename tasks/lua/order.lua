@@ -9,10 +9,13 @@
 --
 -- Strict classes starve. So one claim in OVERDUE_EVERY goes to the request that is overdue longest, of any class; under
 -- overload that is a rate, not a bound on its wait.
+--
+-- Of a class that is shed nothing goes (endings.lua `sweep`). What is left in its lines is background work.
 
 local OUTPUT_COST = 2
 local LINES_MAX = 16 -- tenants that one search looks at, and as many again if none of them has what fits
 local TRIES_MAX = 4  -- rows of one tenant that it reads
+local SHED_LOOK, SHED_MS = 64, 30000 -- what is overdue and shed: so many are put off by so long at each look
 local CROWD_RATIO, CROWD_SLACK = 1.5, 4 -- a worker is crowded that runs so many times the mean, and so many more
 
 local function member(id, row)
@@ -210,6 +213,11 @@ local function saved_for(room) -- the request that this worker saves KV cache fo
   local id = call('HGET', SAVING, room.worker)
   if not id then return end
   local row = row_of(id)
+  if is_shed(row.class) then
+    call('HDEL', SAVING, room.worker)
+    row.saver = ''
+    return keep(id, row)
+  end
   if row.class >= room.below then return end
   if fits(row, room) then return id, row end
   room.passed = math.min(room.passed, row.class)
@@ -217,19 +225,44 @@ local function saved_for(room) -- the request that this worker saves KV cache fo
   room.below = now > row.due_ms and math.min(1, row.class) or row.class
 end
 
+-- Who is overdue longest. What is shed is put off, or it would stand in the way of what is not.
+local function longest_due()
+  local some = stopped().shed == '' and 1 or SHED_LOOK
+  for _, id in ipairs(call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, some)) do
+    local row = row_of(id)
+    if not is_shed(row.class) then return id, row end
+    call('ZADD', DUE, now + SHED_MS, id)
+  end
+end
+
 local function overdue(room)
   count('searches', 1)
   if counter('searches') % OVERDUE_EVERY ~= 0 then return end
-  local id = call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 1)[1]
+  local id, row = longest_due()
   if not id then return end
-  local row = row_of(id)
   if row.class >= room.below then return end
   if fits(row, room) then return id, row end
   pass_over(id, row, room)
 end
 
+-- Tenants' lines, in order, without those of a class that is shed.
+local function lines(first, last)
+  if stopped().shed == '' then return call('ZRANGE', TENANTS, first, last) end
+  local skip, wanted, found = first, last - first + 1, {}
+  for class = 0, 3 do
+    if not is_shed(class) and #found < wanted then
+      local least, most = class * CLASS_STRIDE, (class + 1) * CLASS_STRIDE - 1
+      for _, line in ipairs(call('ZRANGEBYSCORE', TENANTS, least, most, 'LIMIT', skip, wanted - #found)) do
+        found[#found + 1] = line
+      end
+      skip = math.max(0, skip - call('ZCOUNT', TENANTS, least, most))
+    end
+  end
+  return found
+end
+
 local function next_in(first, last, room) -- of these lines
-  for _, class_tenant in ipairs(call('ZRANGE', TENANTS, first, last)) do
+  for _, class_tenant in ipairs(lines(first, last)) do
     if string.byte(class_tenant) - 48 >= room.below then return end
     local id, row, others = next_of(class_tenant, room)
     if id then return id, row, others end

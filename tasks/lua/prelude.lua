@@ -33,6 +33,7 @@ local counters, counts = {}, {}  -- name -> as it was; what was added to it
 local sums = {}                  -- worker -> the sum of its claims, where it changed
 local depths = {}                -- tenant -> {requests, tokens} added to what it has waiting
 local ended = {}                 -- ids
+local stops = nil                -- what operators have stopped: {mark, paused, shed}, once it was looked at
 
 -- What a row does not say.
 local DEFAULTS = { __index = {
@@ -67,6 +68,28 @@ local function count(name, by) counts[name] = (counts[name] or 0) + by end
 local function counter(name)
   if not counters[name] then counters[name] = tonumber(call('HGET', COUNTERS, name) or '0') end
   return counters[name] + (counts[name] or 0)
+end
+
+local function read_stops(packed) -- 'mark|p or nothing|classes that are shed'
+  local mark, paused, shed = string.match(packed or '', '^([^|]*)|(p?)|(%d*)$')
+  stops = { mark = mark or '', paused = paused == 'p', shed = shed or '' }
+end
+
+local function stopped()
+  if not stops then read_stops(call('HGET', COUNTERS, 'stops')) end
+  return stops
+end
+
+local function is_shed(class) return string.find(stopped().shed, class, 1, true) ~= nil end
+
+-- An operator shed its class, so it waits no longer. Background work, of which everybody was promised an end, does.
+local function sheds(row) return not row.background and is_shed(row.class) end
+
+local function look_at(...) -- many counters at once, for `counter` and `stopped`
+  local names = { ... }
+  for i, value in ipairs(call('HMGET', COUNTERS, ...)) do
+    if names[i] == 'stops' then read_stops(value) else counters[names[i]] = tonumber(value or '0') end
+  end
 end
 
 local function note(name, value) -- a counter that is set

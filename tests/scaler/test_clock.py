@@ -15,15 +15,18 @@ import uuid6
 from structlog.testing import capture_logs
 
 from billing import prices
+from billing.credits import lease
 from core import fleet, usage
 from core.accounts import keys, tenants
 from core.catalog import Bounds, Catalog, Model
-from core.limits import counters, scopes
-from core.limits.counters import SWEEP_MS
+from core.limits import balances, counters
+from core.limits.counters import SWEEP_MS, Need, Report
+from core.limits.scopes import of_key
 from core.postgres import DatabaseAway, Engine, text, transaction
 from core.redis import AWAY, Store
 from core.settings import Settings
-from core.values import Caller, Outcome, Request, Sampling, Usage, WorkerState
+from core.telemetry import metrics
+from core.values import Caller, Limit, Outcome, Request, Sampling, Usage, WorkerState
 from scaler.clock import Clock, schedule
 from scaler.providers.local import LocalProvider
 from tasks.queue import Queue, generation
@@ -88,8 +91,9 @@ class Tenant:
         )
 
     def reserve(self, request: Request) -> None:
-        limits = scopes.of_key(KEY, None, None)
-        self.store.run(counters.reserve(self.org_id, request.id, MODEL, limits))
+        need = Need(input_tokens=3, output_tokens=5, least_output_tokens=5)
+        limits = [Limit(scope=of_key(KEY), concurrent_requests=4)]
+        self.store.run(counters.reserve(self.org_id, request.id, KEY, MODEL, limits, need))
 
     def enqueue(self, request: Request) -> None:
         self.store.run(Queue(MODEL).enqueue(generation(request)))
@@ -99,6 +103,11 @@ class Tenant:
         self.enqueue(request)
         [claim] = self.store.run(queue.claim("w1", 1, lease_ms=3000, nonce=request.id)).claims
         assert self.store.run(queue.finish("w1", claim, Outcome.LENGTH, Usage(input_tokens=3, output_tokens=5)))
+
+    def used(self) -> tuple[int, int, int]:
+        """Requests and tokens in the window, and requests open."""
+        [used] = self.store.run(counters.used(self.org_id, [Limit(scope=of_key(KEY))]))
+        return used.requests, used.input_tokens + used.output_tokens, used.open
 
     def open(self) -> list[str]:
         """Its holds."""
@@ -319,6 +328,34 @@ def test_a_settle_that_was_lost_is_made_by_ingest(ours: Clock, store: Store, eng
     assert store.run(usage.length(MODEL)) == 0
 
 
+def test_money_that_two_looks_find_different_is_told_and_left_as_it_is(
+    ours: Clock, store: Store, engine: Engine, tenant: Tenant
+) -> None:
+    """An ending is charged by ingest; then somebody changes what Redis has."""
+    with transaction(engine) as connection:
+        price = prices.set_price(
+            connection, MODEL, input_per_mtok=Decimal(1), output_per_mtok=Decimal(2), effective_from=datetime.now(UTC)
+        )
+        tenants.set_plan(connection, tenant.org_id, "prepaid")
+    lease(engine, store, tenant.org_id, "org")
+    tenant.end(msgspec.structs.replace(tenant.request(), price_id=price.id))
+    ours.ingest()
+    charged = store.run(balances.account(tenant.org_id, "org"))
+    assert charged is not None and charged.spent == (3 * 1 + 5 * 2) * 10_000
+
+    store.client.hincrby(balances.key(tenant.org_id, "org"), "spent", 9)
+    with capture_logs() as seen:
+        ours.leases()
+        assert (seen, metrics.money_drift_units._value.get()) == ([], 0)
+        ours.leases()
+
+    [told] = seen
+    assert (told["event"], told["log_level"], told["units"]) == ("money_drifted", "error", 9)
+    assert (told["org_id"], told["scope"], metrics.money_drift_units._value.get()) == (tenant.org_id, "org", 9)
+    left = store.run(balances.account(tenant.org_id, "org"))
+    assert left is not None and left.spent == charged.spent + 9
+
+
 def test_with_postgres_away_usage_waits_in_its_stream(
     ours: Clock, store: Store, database: Database, tenant: Tenant, engine: Engine
 ) -> None:
@@ -357,18 +394,65 @@ def test_a_hold_that_was_never_enqueued_is_freed_after_its_time(
 def test_a_hold_whose_request_lives_is_never_swept(
     ours: Clock, store: Store, tenant: Tenant, clock: StoreClock
 ) -> None:
-    """Waiting, running, or just ended: the clock stands at 1970, so every hold here is old."""
-    waiting, running, ended, lost = (tenant.request() for _ in range(4))
-    for request in (waiting, running, ended, lost):
+    """Waiting or running: the clock stands at 1970, so every hold here is old."""
+    waiting, running, lost = (tenant.request() for _ in range(3))
+    for request in (waiting, running, lost):
         tenant.reserve(request)
-    tenant.end(ended)
     tenant.enqueue(running)
     assert store.run(Queue(MODEL).claim("w1", 1, lease_ms=3000, nonce="n")).claims
     tenant.enqueue(waiting)
 
     ours.sweep()
 
-    assert set(tenant.open()) == {waiting.id, running.id, ended.id}
+    assert set(tenant.open()) == {waiting.id, running.id}
+
+
+def test_what_was_swept_counts_as_no_request_and_no_tokens(ours: Clock, store: Store, tenant: Tenant) -> None:
+    tenant.reserve(tenant.request())
+
+    ours.sweep()
+
+    assert tenant.used() == (0, 0, 0)
+
+
+def test_what_was_swept_and_comes_after_all_is_held_like_any_other(ours: Clock, store: Store, tenant: Tenant) -> None:
+    """Its gateway had only stopped for a while, or its client asks again under its Idempotency-Key."""
+    request = tenant.request()
+    tenant.reserve(request)
+    ours.sweep()
+
+    tenant.reserve(request)
+
+    assert tenant.used() == (1, 0, 1) and tenant.open() == [request.id]
+
+
+def test_a_hold_whose_request_has_ended_is_settled_with_what_it_used(ours: Clock, store: Store, tenant: Tenant) -> None:
+    """Its gateway died, and its usage waits for Postgres: nobody else settles it now."""
+    request = tenant.request()
+    tenant.reserve(request)
+    tenant.end(request)
+
+    ours.sweep()
+
+    assert tenant.open() == []
+    assert tenant.used() == (1, 8, 0)
+
+
+def test_a_hold_that_was_taken_up_is_swept_by_whatever_model_it_runs_on(
+    ours: Clock, store: Store, tenant: Tenant
+) -> None:
+    """The store of limits lost its data: what a report takes up again does not say its model."""
+    running, over = tenant.request(), tenant.request()
+    tenant.enqueue(running)
+    for request in (running, over):
+        report = Report(
+            request_id=request.id, key_id=KEY, scopes=(of_key(KEY),), usage=Usage(), hold_tokens=0, money_tokens=0
+        )
+        store.run(counters.progress(tenant.org_id, [report]))
+
+    ours.sweep()
+
+    assert tenant.open() == [running.id]
 
 
 def now_ms(valkey: redis.Redis) -> int:

@@ -38,8 +38,10 @@ class Bench:
         self.queue = Queue(self.queue.model, Bounds(**bounds))
 
     def put(self, name: str, *, attempt: int = 0, shown: bool = False, **more: Any) -> Accepted:
-        fields = {"tenant": "t", "input_tokens": 3, "facts": b"f", "message": name.encode(), **more}
-        return self.store.run(self.queue.enqueue(Task(id=name, **fields), attempt=attempt, shown=shown))
+        return self.store.run(self.queue.enqueue(self.task(name, **more), attempt=attempt, shown=shown))
+
+    def task(self, name: str, **more: Any) -> Task:
+        return Task(id=name, **{"tenant": "t", "input_tokens": 3, "facts": b"f", "message": name.encode(), **more})
 
     def look(self, worker: str = "w1", want: int = 1, **room: Any) -> Claimed:
         """Claim, and see the whole reply."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from core.values import Outcome, Usage
-from tasks.queue import DUE_MS, Bounds, Claim, Claimed, Close, Queue, Room, Task, checksum
+from tasks.queue import DUE_MS, Bounds, Claim, Claimed, Close, Queue, Room, Stops, Task, checksum
 from tests.conftest import Clock, TimedStore
 
 STORES = ("single", "cluster")
@@ -29,6 +29,8 @@ STORES = ("single", "cluster")
 LEASE_MS = 3_000
 HOME_MS = 5_000
 HELD_MS = 900_000
+KEPT_MS = 24 * 3_600_000
+SHED_MS = 30_000
 STEP_MS = 900  #: shorter than the silence after which the store counts as having been away
 #: What a row has in fields that it lacks.
 UNSET = {"worker": "", "gateway": "", "cancelled": "", "shown": False, "trail": "", "losses": 0, "held": False}
@@ -56,6 +58,12 @@ ENQUEUE = {
     "patience_ms": st.sampled_from([0, 1_500]),
     "gateway": st.sampled_from(["", *GATEWAYS]),
     "forgotten": st.sampled_from([(0, False), (0, False), (0, False), (2, False), (2, True)]),
+    "again": st.sampled_from([False, False, True]),
+    "background": st.sampled_from([False, False, False, True]),
+}
+HALT = {
+    "paused": st.sampled_from([False, False, True]),
+    "shed": st.sampled_from([frozenset[int]()] * 3 + [frozenset({3}), frozenset({2, 3}), frozenset({0, 1})]),
 }
 CLAIM = {"worker": st.sampled_from(WORKERS), "want": st.integers(1, 4), "room": rooms}
 #: What may follow what, as often as it stands here.
@@ -70,6 +78,7 @@ ACTIONS = (
     "attach",
     "retry",
     "wait",
+    "halt",
 )
 
 
@@ -100,10 +109,20 @@ class Row:
     at_home: bool = False  #: its gateway is counted on to ask after it
     deadline_ms: int = 0
     counted: bool = True  #: its ending makes a usage entry
+    background: bool = False
+    put_off_ms: int = 0  #: its class was shed, so it counts as overdue only from then on
 
     @property
     def line(self) -> tuple[int, str]:
         return self.cls, self.tenant
+
+    @property
+    def late_ms(self) -> int:
+        return max(self.due_ms, self.put_off_ms)
+
+    @property
+    def held_ms(self) -> int:
+        return KEPT_MS if self.background else HELD_MS
 
 
 @dataclass
@@ -115,9 +134,18 @@ class Model:
     leases: dict[str, int] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)  #: gateway -> when it is given up
     rooms: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    shed: frozenset[int] = frozenset()
 
     def of(self, state: str) -> dict[str, Row]:
         return {name: row for name, row in self.rows.items() if row.state == state}
+
+    def claimable(self) -> dict[str, Row]:
+        waiting = {} if self.paused else self.of("waiting")
+        return {name: row for name, row in waiting.items() if row.cls not in self.shed}
+
+    def sheds(self, row: Row) -> bool:
+        return row.cls in self.shed and not row.background
 
     def held(self, worker: str) -> list[Claim]:
         return [self.claim_of(name) for name, row in self.of("running").items() if row.worker == worker]
@@ -163,6 +191,8 @@ class Model:
         elif row.losses >= 3:
             self.letters[name] = replace(row)
             self.end(name, "failed")
+        elif self.sheds(row):
+            self.end(name, "shed")
         else:
             row.trail = row.worker if row.delivered else row.trail
             row.state, row.worker, row.delivered = "waiting", "", False
@@ -179,7 +209,9 @@ class Model:
         for name, row in self.rows.items():
             if row.gateway == gateway and row.at_home:
                 row.at_home = False
-                if row.state == "running":
+                if row.background:
+                    row.gateway = ""
+                elif row.state == "running":
                     row.cancelled = row.cancelled or "gateway_lost"
                 else:
                     self.end(name, "gateway_lost")
@@ -190,7 +222,7 @@ class Model:
             if 0 < row.deadline_ms <= now_ms and (self.leases or row.held):
                 self.end(name, "expired")
             elif 0 < row.deadline_ms <= now_ms:
-                row.held, row.deadline_ms = True, now_ms + HELD_MS
+                row.held, row.deadline_ms = True, now_ms + row.held_ms
         for worker in [worker for worker, until_ms in self.leases.items() if until_ms <= now_ms]:
             self.bury(worker, lost=True)
         for gateway in [gateway for gateway, until_ms in self.homes.items() if until_ms <= now_ms]:
@@ -211,7 +243,7 @@ class Model:
 
     def overdue(self) -> set[str]:
         """The one that is overdue longest; several if equally."""
-        late = {name: row.due_ms for name, row in self.of("waiting").items() if row.due_ms <= self.now_ms}
+        late = {name: row.late_ms for name, row in self.claimable().items() if row.late_ms <= self.now_ms}
         return {name for name, due_ms in late.items() if due_ms == min(late.values())}
 
 
@@ -260,6 +292,8 @@ class Histories(RuleBasedStateMachine):
                 )
             elif action == "retry" and self.model.letters:
                 self.retry(data)
+            elif action == "halt":
+                self.halt(**data.draw(st.fixed_dictionaries(HALT)))
 
     def _of_what_runs(self, action: str, data: Any) -> None:
         if action == "deliver":
@@ -272,14 +306,20 @@ class Histories(RuleBasedStateMachine):
 
     # --- the way in
 
-    def enqueue(self, cls: int, tenant: str, gateway: str, forgotten: tuple[int, bool], **more: Any) -> None:
+    def enqueue(
+        self, cls: int, tenant: str, gateway: str, forgotten: tuple[int, bool], again: bool, **more: Any
+    ) -> None:
         self.count += 1
         name, model, now_ms = f"r{self.count}", self.model, self.model.now_ms
         due_ms = now_ms + list(DUE_MS.values())[cls]
         row = Row(cls, tenant, self.count, gateway=gateway, entered_ms=now_ms, due_ms=due_ms, **more)
         row.attempt, row.shown = forgotten
         full, waiting = model.full(tenant, row.size), len(model.of("waiting"))
-        said = self.store.run(self.queue.enqueue(self._task(name, row), attempt=row.attempt, shown=row.shown))
+        call = self.queue.enqueue(self._task(name, row), attempt=row.attempt, shown=row.shown, again=again)
+        said = self.store.run(call)
+        if not again and (model.paused or cls in model.shed):
+            assert said.status == ("paused" if model.paused else "shed")
+            return
         assert (said.status, said.whose) == (("full", full) if full else ("accepted", ""))
         if full:
             assert said.waiting <= waiting
@@ -288,19 +328,19 @@ class Histories(RuleBasedStateMachine):
         if gateway:
             row.at_home = True
             model.homes[gateway] = max(model.homes.get(gateway, 0), now_ms + HOME_MS)
-        if row.shown and not row.rerunnable:
-            model.end(name, "worker_lost")
+        if model.sheds(row) or (row.shown and not row.rerunnable):
+            model.end(name, "shed" if model.sheds(row) else "worker_lost")
             return
         assert said.alive == bool(model.leases)
         model.wait_anew(row)
         if not model.leases:
-            row.held, row.deadline_ms = True, now_ms + HELD_MS
+            row.held, row.deadline_ms = True, now_ms + row.held_ms
 
     def _task(self, name: str, row: Row) -> Task:
         return Task(
             id=name, message=b"m", cls=row.cls, tenant=row.tenant, owner="key", gateway=row.gateway,
             rerunnable=row.rerunnable, input_tokens=row.size, need_tokens=row.need, preferred=row.preferred,
-            patience_ms=row.patience_ms, facts=b"f", body=b"b", view=b"v",
+            patience_ms=row.patience_ms, facts=b"f", body=b"b", view=b"v", background=row.background,
         )  # fmt: skip
 
     @precondition(lambda self: self.model.rows)
@@ -320,6 +360,13 @@ class Histories(RuleBasedStateMachine):
         claimed = self.store.run(call)
         assert self.store.run(call).claims == claimed.claims, "the same nonce is told the same"
         self.model.alive(worker)
+        for name, due_ms in self.zset("due").items():
+            row = self.model.rows[name]
+            if due_ms > row.late_ms:
+                assert row.cls in self.model.shed and due_ms == self.model.now_ms + SHED_MS
+                row.put_off_ms = int(due_ms)
+        if saved and self.model.rows[saved].cls in self.model.shed:
+            saved = ""
         slots, kv = want, room.kv_tokens
         for claim in claimed.claims:
             row = self.model.rows[claim.id]
@@ -331,10 +378,11 @@ class Histories(RuleBasedStateMachine):
         self._nothing_left_that_it_could_take(worker, claimed, slots, kv, room)
         saves = self.client.hexists(self.queue.prefix + "saving", worker)
         busy = claimed.passed_class < 9
+        saves = saves and not self.model.paused  # nothing was looked at
         self.model.rooms[worker] = 0 if room.below < 9 or saves else -slots if busy else slots
 
     def _may_take(self, worker: str, name: str, slots: int, kv: int, room: Room, saved: str) -> None:
-        row, waiting = self.model.rows[name], self.model.of("waiting")
+        row, waiting = self.model.rows[name], self.model.claimable()
         assert name in waiting and slots > 0 and row.cls < room.below
         assert fits(row, slots, kv, room)
         if name == saved or name in self.model.overdue():
@@ -350,10 +398,10 @@ class Histories(RuleBasedStateMachine):
                 assert not could, "classes are strict"
 
     def _head(self, line: tuple[int, str]) -> Row:
-        return min((row for row in self.model.of("waiting").values() if row.line == line), key=lambda r: r.arrival)
+        return min((row for row in self.model.claimable().values() if row.line == line), key=lambda r: r.arrival)
 
     def _nothing_left_that_it_could_take(self, worker: str, claimed: Claimed, slots: int, kv: int, room: Room) -> None:
-        waiting = self.model.of("waiting").values()
+        waiting = self.model.claimable().values()
         assert claimed.passed_class == 9 or claimed.passed_class in {row.cls for row in waiting}
         if slots == 0 or self.client.hexists(self.queue.prefix + "saving", worker):
             return
@@ -379,7 +427,7 @@ class Histories(RuleBasedStateMachine):
         beaten = self.store.run(self.queue.beat(worker, held, lease_ms=LEASE_MS, served=served))
         self.model.alive(worker)
         assert beaten.claims is None
-        assert beaten.urgent == min((row.cls for row in self.model.of("waiting").values()), default=9)
+        assert beaten.urgent == min((row.cls for row in self.model.claimable().values()), default=9)
 
     # --- the ways out
 
@@ -461,7 +509,11 @@ class Histories(RuleBasedStateMachine):
 
     def retry(self, data: Any) -> None:
         name, model = self.one(data, self.model.letters), self.model
-        letter = model.letters.pop(name)
+        letter = model.letters[name]
+        if model.sheds(letter):
+            assert self.store.run(self.queue.retry_dead(name)) == "shed"
+            return
+        del model.letters[name]
         assert self.store.run(self.queue.retry_dead(name)) == "retried"
         assert self.store.run(self.queue.retry_dead(name)) == "unknown"
         self.count += 1
@@ -469,7 +521,7 @@ class Histories(RuleBasedStateMachine):
         model.rows[name] = replace(
             letter, state="waiting", arrival=self.count, gateway="", preferred=(), entered_ms=model.now_ms,
             due_ms=due_ms, cancelled="", shown=False, delivered=False, trail="", losses=0, worker="", held=False,
-            at_home=False, deadline_ms=0, counted=False,
+            at_home=False, deadline_ms=0, counted=False, put_off_ms=0,
         )  # fmt: skip
 
     @precondition(lambda self: self.model.letters)
@@ -479,6 +531,23 @@ class Histories(RuleBasedStateMachine):
         del self.model.letters[name]
         assert self.store.run(self.queue.purge_dead(name))
         assert not self.store.run(self.queue.purge_dead(name))
+
+    # --- operators
+
+    def halt(self, paused: bool, shed: frozenset[int]) -> None:
+        """What waits of a class that is shed ends, and nothing else; a mark from before changes nothing."""
+        model, mark, stops = self.model, self.store.run(self.queue.mark()), Stops(paused=paused, shed=shed)
+        halted = self.store.run(self.queue.halt(stops, mark))
+        assert halted.done and not halted.left
+        changed = (paused, shed) != (model.paused, model.shed)
+        assert (self.store.run(self.queue.mark()) != mark) == changed
+        if changed:
+            was = Stops(paused=model.paused, shed=model.shed)
+            assert not self.store.run(self.queue.halt(was, mark)).done, "somebody who read before that comes too late"
+        model.paused, model.shed = paused, shed
+        for name, row in model.of("waiting").items():
+            if model.sheds(row):
+                model.end(name, "shed")
 
     # --- time
 
@@ -509,6 +578,7 @@ class Histories(RuleBasedStateMachine):
         assert (depth.running, depth.dead, depth.workers) == (
             len(running), len(self.model.letters), len(self.model.leases),
         )  # fmt: skip
+        assert depth.stops == Stops(paused=self.model.paused, shed=self.model.shed)
 
     @invariant()
     def every_row_is_as_it_should_be(self) -> None:
@@ -528,7 +598,7 @@ class Histories(RuleBasedStateMachine):
     def every_index_agrees_with_the_rows(self) -> None:
         waiting, running = self.model.of("waiting"), self.model.of("running")
         assert {entry.rpartition("|")[2] for entry in self.zset("waiting")} == set(waiting)
-        assert self.zset("due") == {name: row.due_ms for name, row in waiting.items()}
+        assert self.zset("due") == {name: row.late_ms for name, row in waiting.items()}
         late = {name: row.deadline_ms for name, row in waiting.items() if row.deadline_ms}
         assert self.zset("deadlines") == late
         assert set(self.zset("held")) == {name for name, row in waiting.items() if row.held}
