@@ -4,12 +4,14 @@
 |------------------|-------|------|---------------------------------|-----------------|-----------------------|
 | prices           | table | -    | set_price (forebay model price) | billing, ops    | every price there was |
 | {prices}:current | HASH  | none | ops, at once; the scaler's      | web/admission,  | model|tier: Price,    |
-|                  |       |      | clock, every minute             | on each request | msgpack               |
+|                  |       |      | clock, every minute             | on each request | msgpack; '': there    |
+|                  |       |      |                                 |                 | are all of them       |
 
 Promise   a model and tier has one price at a time (an exclusion constraint). A row never changes but for its end, and
           an event names its row, so a request costs what was in force when it was admitted.
-Dies      Postgres: admission pins what Redis has. Redis: nothing is admitted. The clock: a price that was set ahead
-          takes effect late, when it is back.
+Dies      Postgres: admission pins what Redis has. Redis: nothing is admitted. Its data: the clock brings it back within
+          a second; until then nothing that money binds is admitted without a price. The clock: a price that was set
+          ahead takes effect late, when it is back.
 """
 
 from __future__ import annotations
@@ -112,6 +114,11 @@ def project(prices: Iterable[Price]) -> Call[int]:
 def read(model: str, tier: str = "standard") -> Call[Price | None]:
     """The price to pin; None: the model has none, and its requests cost nothing."""
     return command("HGET", _CURRENT, _field(model, tier), reply=_decoded)
+
+
+def known() -> Call[bool]:
+    """Whether the store has been told of prices. Where it has not, that a model has none says nothing."""
+    return command("HEXISTS", _CURRENT, "", reply=bool)
 
 
 def _field(model: str, tier: str) -> str:

@@ -14,7 +14,7 @@ from core.values import Outcome, Usage
 
 #: Endings that are paid for, as counted: the caller got, or walked away from, what was generated. Whatever ended by
 #: our fault or never ran costs nothing.
-BILLED = frozenset({Outcome.COMPLETED, Outcome.LENGTH, Outcome.CANCELLED})
+BILLED = frozenset({Outcome.COMPLETED, Outcome.LENGTH, Outcome.CANCELLED, Outcome.STOPPED})
 
 #: Decimals of a price per million tokens, as the table keeps it.
 PRICE_DECIMALS = 10

@@ -69,7 +69,7 @@ def test_only_what_the_caller_got_or_left_is_paid_for(outcome: Outcome) -> None:
 
     paid = rating.billed(outcome, usage)
 
-    assert paid == (usage if outcome in ("completed", "length", "cancelled") else Usage())
+    assert paid == (usage if outcome in ("completed", "length", "cancelled", "stopped") else Usage())
 
 
 @given(money)
