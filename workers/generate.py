@@ -32,6 +32,7 @@ from core.values import Outcome, Request, Usage
 from tasks.runner import Finished, Held, Runner
 from workers.engine import Engine, EngineDead, EngineRefused, Piece, Reader
 from workers.headroom import Turnover
+from workers.leash import Lead, Leash, MoneySpent, Purse, ending_of
 from workers.resume import DecodeAfter, Delivered, Differs, Parts, Plan, Seam, plan, spelled
 
 log = logs.get(__name__)
@@ -57,6 +58,7 @@ TRAIL_S = 2.0
 READ_PIECES = 64
 
 _ANEW = Plan()
+_NOTHING = Piece()
 
 
 @dataclass(eq=False)
@@ -333,9 +335,11 @@ class Publisher:
 class Generator:
     """The actor `generate`."""
 
-    def __init__(self, engine: Engine, runner: Runner, publisher: Publisher, *, kv_tokens: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, runner: Runner, publisher: Publisher, leash: Leash, *, kv_tokens: int = 0
+    ) -> None:
         """`kv_tokens`: the engine's cache in all; 0: unknown."""
-        self.engine, self.runner, self.publisher = engine, runner, publisher
+        self.engine, self.runner, self.publisher, self.leash = engine, runner, publisher, leash
         self.kv_tokens, self.turnover = kv_tokens, Turnover()
         self.store, self.model = publisher.store, publisher.model
         self.learned: deque[tuple[str, int]] = deque(maxlen=LEARNED_MAX)  #: (key, output tokens) of answers, to be told
@@ -359,9 +363,10 @@ class Generator:
         held.usage = Usage(input_tokens=request.input_tokens)
         key = held.claim.id, held.claim.attempt
         self._running[key] = request, held
+        lead = self.leash.follow(request, held)
         self._hold_prefix(request)
         try:
-            return await self._run(request, held, claimed_s)
+            return await self._run(request, held, claimed_s, lead)
         except asyncio.CancelledError:
             if held.let_go == "cancelled":
                 await self.publisher.close(held)
@@ -374,20 +379,24 @@ class Generator:
             raise
         finally:
             del self._running[key]
+            self.leash.leave(lead)
             used = held.usage
             computed_tokens = used.input_tokens - used.cached_tokens + used.output_tokens
             self.turnover = self.turnover.after(computed_tokens, time.monotonic())
 
-    async def _run(self, request: Request, held: Held, claimed_s: float) -> Finished:
+    async def _run(self, request: Request, held: Held, claimed_s: float, lead: Lead) -> Finished:
         begun = Plan()
         try:
             if held.claim.attempt > 1:
                 begun = await self._take_over(request, held, claimed_s)
             self.publisher.open(held, begun.cut, begun.at)
-            course = _Course(request, held, begun, self.publisher)
+            course = _Course(request, held, begun, self.publisher, lead)
             finish = await self._stream(request, course, begun)
         except EngineDead:
             return await self._die()
+        except MoneySpent:
+            usage = held.usage if held.usage.output_tokens else Usage()  # else the engine was not asked for anything
+            finished = Finished(outcome=Outcome.STOPPED, usage=usage, message=ending_of(lead))
         except EngineRefused as e:
             finished = Finished(outcome=Outcome.REFUSED, message=str(e))
         except Differs:
@@ -421,7 +430,10 @@ class Generator:
                 for child in children(request):
                     group.create_task(run(child, course))
         except ExceptionGroup as e:  # one is enough to end it: the others were aborted
-            raise _gravest(e) from None
+            gravest = _gravest(e)
+            if isinstance(gravest, MoneySpent):
+                course.stop()
+            raise gravest from None
         return course.finish
 
     async def _answer(self, request: Request, course: _Course, begun: Plan = _ANEW) -> str:
@@ -429,15 +441,22 @@ class Generator:
         answer = _Answer(request, course, self.engine.reader(request))
         decode = partial(self.engine.text_of, prompt_ids=request.prompt_token_ids)
         seam = Seam(begun, request, decode, reads=answer.reader is not None)
+        if course.lead.bound:
+            answer.purse = Purse(self.leash, course.lead, decode, None if answer.reader else begun)
         if answer.reader is not None and begun.tokens:
             await answer.read_again(begun, seam, lambda before, ids: self.engine.text_of(ids, prompt_ids=before))
         elif begun.finish:
             answer.put(Piece(text=begun.held, finish=begun.finish, stop=begun.stop))
         if begun.finish:
             return begun.finish
+        if answer.purse is not None and not await self.leash.covers(course.lead, course.offset + 1):
+            answer.stop()
+            raise MoneySpent
         async with aclosing(self.engine.generate(begun.request(request), begun.cut)) as pieces:
             async for piece in pieces:
                 joined = seam.join(piece)
+                if answer.purse is not None:
+                    await answer.pay(joined)
                 answer.put(joined)
                 if joined.finish in _OUTCOMES:
                     return joined.finish
@@ -535,8 +554,8 @@ def _gravest(errors: ExceptionGroup[Exception]) -> Exception:
 class _Course:
     """One attempt's way through its output: where it is, what it has used, how many of its answers are not ended."""
 
-    def __init__(self, request: Request, held: Held, begun: Plan, publisher: Publisher) -> None:
-        self.held, self.publisher = held, publisher
+    def __init__(self, request: Request, held: Held, begun: Plan, publisher: Publisher, lead: Lead) -> None:
+        self.held, self.publisher, self.lead = held, publisher, lead
         self.id, self.attempt = request.id, held.claim.attempt
         self.n, self.many = request.n, request.width > 1
         self.offset, self.at = begun.cut, begun.at
@@ -548,6 +567,8 @@ class _Course:
         self.input_tokens = request.input_tokens
         self.cached_tokens = self.reasoning_tokens = 0
         self._cached: dict[int, int] = {}
+        self._prompts = request.width // request.n
+        self.answers: list[_Answer] = []
 
     def kind(self, request: Request, what: str) -> str:
         return f"{request.choice}/{what}" if self.many else what
@@ -597,6 +618,12 @@ class _Course:
         for answer, cached in self._cached.items():
             of_prompt[answer // self.n] = min(cached, of_prompt.get(answer // self.n, cached))
         self.cached_tokens = min(sum(of_prompt.values()), self.input_tokens)
+        self.lead.begin(counted=len(of_prompt) == self._prompts)
+
+    def stop(self) -> None:
+        """Money ended one of its answers, and with it all of them."""
+        for answer in self.answers:
+            answer.stop()
 
 
 class _Answer:
@@ -615,6 +642,9 @@ class _Answer:
         self.plain = reader is None and not course.many
         self.delivered: Delivered | None = None
         self.owed: list[tuple[str, str]] = []  #: read again, and not delivered
+        self.purse: Purse | None = None  #: where money bounds it
+        self.ended = False
+        course.answers.append(self)
 
     def put(self, piece: Piece) -> None:
         """More of it."""
@@ -629,6 +659,7 @@ class _Answer:
         finish = piece.finish if piece.finish in _OUTCOMES else ""
         runs = self._read(piece, bool(finish))
         if finish:
+            self.ended = True
             course.lengths.append(self.made_tokens if course.many else course.offset + len(piece.tokens))
             if course.many:
                 runs.append((self.prefix + "end", finish))
@@ -637,6 +668,35 @@ class _Answer:
             piece = self._with_held(piece, bool(runs))
         course.put(piece.tokens, runs, logprobs=piece.logprobs, finish=finish or "")
 
+    async def pay(self, piece: Piece) -> None:
+        """Go on to put the piece, if money covers it; what it covers of it is put.
+
+        Raises:
+          MoneySpent: it does not.
+        """
+        purse, course = self.purse, self.course
+        assert purse is not None
+        # Asked again where the other answers went on meanwhile: what was covered may have been theirs.
+        while (tokens := course.offset + len(self.tokens) + len(piece.tokens)) > course.lead.allowance:
+            if not await purse.covers(tokens):
+                self.stop(piece)
+                raise MoneySpent
+        purse.spend(piece)
+
+    def stop(self, piece: Piece = _NOTHING) -> None:
+        """Money ends it inside this piece. What was held back of what it covers is put as well."""
+        if self.ended or self.purse is None:
+            return
+        self.ended = True
+        course = self.course
+        room = max(0, course.lead.allowance - course.offset)
+        tokens, logprobs = (self.tokens + piece.tokens)[:room], (self.logprobs + piece.logprobs)[:room]
+        keep = len(tokens) - len(self.tokens)
+        last = Piece(tokens=piece.tokens[: max(0, keep)], text=self.purse.said(piece, keep))
+        course.put(tokens, self._read(last, finished=True), logprobs=logprobs)
+        if course.cut:  # whoever follows an older attempt is to follow this one, which has nothing to add
+            course.put_run(course.last_kind, (), "", ())
+
     async def read_again(self, begun: Plan, seam: Seam, decode: DecodeAfter) -> None:
         """Go through what was delivered with a reader that has not seen it, and find out what is owed."""
         self.delivered = None if begun.told else Delivered(begun.runs)
@@ -644,6 +704,8 @@ class _Answer:
         for n, piece in enumerate(spelled(begun, self.request.prompt_token_ids, decode)):
             joined = seam.join(piece)
             owed += self._read(joined, joined.finish is not None)
+            if self.purse is not None:
+                self.purse.spend(joined)
             if n % READ_PIECES == 0:
                 await asyncio.sleep(0)  # others have a step to send
         if begun.finish:

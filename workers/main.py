@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -25,7 +24,6 @@ import psutil
 
 from core import catalog, fleet, lengths
 from core.catalog import Model
-from core.limits import counters
 from core.redis import AWAY, AsyncStore, RedisError, Store
 from core.settings import BadSettings, Settings, read
 from core.telemetry import logs
@@ -36,6 +34,7 @@ from tasks.runner import IDLE_S, VICTIMS_MAX, Held, Runner, Victim
 from workers import headroom
 from workers.engine import Engine, EngineDead, EngineFacts
 from workers.generate import Generator, Publisher
+from workers.leash import Leash
 from workers.watchdog import LOOK_S, Watchdog, hung_after_s
 
 log = logs.get(__name__)
@@ -173,6 +172,7 @@ class Life:
         self.worker = worker_id(self.host, name, os.getpid())
         self.store = AsyncStore.connect(settings.redis_url)
         self.blocking = AsyncStore.connect(settings.redis_url, timeout_s=IDLE_S + 3)
+        self.limits = AsyncStore.connect(settings.limits_url or settings.redis_url)
         self.engine = engine_for(settings, model)
         self.stopping = asyncio.Event()
         self.state = WorkerState.BOOTING
@@ -232,7 +232,8 @@ class Life:
         runner = self.runner = self._make_runner(intake)
         publisher = Publisher(self.store, runner, self.model.name, buffer_s=self.settings.buffer_s)
         runner.before_back = publisher.put_away
-        generator = Generator(self.engine, runner, publisher, kv_tokens=self.facts.kv_tokens)
+        leash = Leash(self.limits, runner, self.model.pace)
+        generator = Generator(self.engine, runner, publisher, leash, kv_tokens=self.facts.kv_tokens)
         intake.serve(runner, generator)
         generate: Any = generator.generate  # Dramatiq's types know no bound coroutine
         dramatiq.Actor(
@@ -246,7 +247,7 @@ class Life:
             asyncio.create_task(runner.run()),
             asyncio.create_task(_forever(publisher.run, 0)),
             asyncio.create_task(_forever(publisher.saves, 0)),
-            asyncio.create_task(_forever(lambda: self._report(generator), 1.0)),
+            asyncio.create_task(_forever(leash.run, 0)),
             asyncio.create_task(_forever(lambda: self._learn(generator), 1.0)),
             asyncio.create_task(_forever(watchdog.look, LOOK_S)),
         ]
@@ -291,15 +292,6 @@ class Life:
             victims=intake.victims,
             again_s=intake.again_s,
         )
-
-    async def _report(self, generator: Generator) -> None:
-        """Tokens so far, one call per organisation: the limiter's view of running requests."""
-        by_org: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
-        for request, usage in generator.progress():
-            caller = request.caller
-            by_org[caller.org_id].append((request.id, f"key:{caller.key_id}", usage.input_tokens + usage.output_tokens))
-        if by_org:
-            await self.store.run_all([counters.progress(org_id, so_far) for org_id, so_far in by_org.items()])
 
     async def _learn(self, generator: Generator) -> None:
         """How long answers came out. What is lost on the way is not missed."""
@@ -356,6 +348,7 @@ class Life:
             log.warning("not_removed", error=repr(e))
         await self.store.close()
         await self.blocking.close()
+        await self.limits.close()
 
     async def _stop_engine(self) -> None:
         """The engine ends, gently if it is well, and nothing of it stays behind."""

@@ -251,6 +251,25 @@ def completed_by(chars: int, tokens: Sequence[int], decode: Decode, known: int =
     return len(tokens)
 
 
+def said_until(tokens: Sequence[int], shown: str, piece: Piece, keep: int, decode: Decode) -> str:
+    """What an output that ends inside a piece says beyond what was shown: the text of its first tokens, and what was
+    held back of it because a stop string might have begun there. Nothing that came with a later token is in it.
+
+    `tokens` and `shown`: of the pieces before; `keep`: tokens of this one that count, less than 0: as many of those
+    before do not.
+    """
+    whole = [*tokens, *piece.tokens]
+    made, kept = decode(whole), decode(whole[: len(tokens) + keep]).rstrip(_BROKEN)
+    if made.startswith(shown + piece.text):
+        upto = len(shown) + len(piece.text) if piece.stop else len(kept)  # what follows is the stop string
+        return kept[len(shown) : upto]
+    # A decoder that leaves special tokens out, which the stream has: what is surely of later tokens is cut off.
+    dropped = made.rstrip(_BROKEN)[len(kept) :]
+    if keep >= len(piece.tokens):
+        return piece.text
+    return piece.text[: -len(dropped)] if dropped and piece.text.endswith(dropped) else ""
+
+
 class Seam:
     """The pieces of a resumed attempt, joined to what was delivered before the cut."""
 

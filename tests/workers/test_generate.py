@@ -29,6 +29,7 @@ from tasks.runner import IDLE_S, Runner
 from tests.conftest import PATIENCE_S, on_loop
 from workers.engine import EngineFacts, EngineRefused, Piece
 from workers.generate import BUFFER_BYTES, Generator, Publisher
+from workers.leash import Leash
 from workers.main import Intake
 from workers.markup import MarkReader
 from workers.scripted import REASONING_TOKENS, ScriptedEngine, script_seed, scripted_tokens, scripted_vector
@@ -209,7 +210,9 @@ class Worker:
         )
         self.publisher = Publisher(self.store, self.runner, MODEL, buffer_s=buffer_s, buffer_bytes=buffer_bytes)
         self.runner.before_back = self.publisher.put_away
-        self.generator = Generator(self.engine, self.runner, self.publisher)
+        self.limits = Watched.connect(self.url)
+        self.leash = Leash(self.limits, self.runner, model.pace)
+        self.generator = Generator(self.engine, self.runner, self.publisher, self.leash)
         generate: Any = self.generator.generate
         dramatiq.Actor(
             generate, broker=self.runner.broker, actor_name="generate", queue_name=MODEL, priority=0, options={}
@@ -250,6 +253,7 @@ class Worker:
         await self.engine.stop()
         await self.store.close()
         await self.blocking.close()
+        await self.limits.close()
 
     async def beat(self) -> None:
         """One beat, as after a lease that nobody vouched for."""

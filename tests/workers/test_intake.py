@@ -28,6 +28,7 @@ from tasks.runner import IDLE_S, Runner
 from tests.conftest import PATIENCE_S
 from workers.engine import Engine
 from workers.generate import Generator, Publisher
+from workers.leash import Leash
 from workers.main import Intake
 from workers.scripted import ScriptedEngine
 from workers.vllm.engine import VllmEngine
@@ -81,7 +82,7 @@ class Worker:
         )
         publisher = Publisher(self.store, self.runner, self.model.name, buffer_s=30)
         self.runner.before_back = publisher.put_away
-        self.generator = Generator(self.engine, self.runner, publisher)
+        self.generator = Generator(self.engine, self.runner, publisher, Leash(self.store, self.runner, self.model.pace))
         self.intake.serve(self.runner, self.generator)
         generate: Any = self.generator.generate
         dramatiq.Actor(
