@@ -1,6 +1,6 @@
 """The one way in: every transport calls `admit`, and whatever it refuses costs nothing.
 
-check the model -> render and tokenize -> pin the price, route -> reserve -> open the stream -> enqueue
+check the model -> render and tokenize -> pin the price, route -> reserve (web/limiter.py) -> open the stream -> enqueue
 
 And the way back: `recall` finds what is kept of a request, and `attach` brings its stream to this gateway.
 """
@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from uuid import UUID
@@ -20,17 +20,20 @@ import msgspec
 import uuid6
 
 from billing import prices
-from billing.rating import Price
+from billing.rating import BILLED, Price
 from core import fleet, outlook
 from core.accounts.keys import KeyRecord
 from core.catalog import Catalog, Model
 from core.errors import (
     BadRequest,
+    ClassShed,
     ContextTooLong,
     Draining,
     ForebayError,
     Gone,
     LimitReached,
+    ModelPaused,
+    MoneyDown,
     NotFound,
     StoreDown,
     TokensReached,
@@ -38,19 +41,23 @@ from core.errors import (
     UnknownModel,
 )
 from core.lengths import Lengths, lengths
-from core.limits import counters, headers, scopes
-from core.limits.counters import Refused, Reserved
+from core.limits import pace, schemas, scopes
+from core.limits.counters import Need, Terms
+from core.limits.scopes import Left
 from core.prefix import chain, checkpoints, depths, holders
 from core.redis import AWAY, Call, Store
 from core.stream.frames import Run
 from core.stream.log import OUTPUT_MS
 from core.telemetry import logs, metrics
-from core.values import Caller, Request, Sampling, Tools, WorkerState
+from core.values import Caller, Limit, Request, Sampling, Tools, Usage, WorkerState
 from tasks.queue import Accepted, Bounds, Seen, generation
-from web import bounds
+from web import bounds, limiter
+from web.auth import may_use
 from web.dialects import view
 from web.dialects.draft import Dialect, Draft, Tier
 from web.dialects.view import View, view_of
+from web.limiter import Limiter
+from web.refusals import Asked
 from web.render import Renderer
 from web.router import Route, by_name, prefer
 from web.stream import Stream
@@ -62,16 +69,20 @@ log = logs.get(__name__)
 LOOK_S = 5.0
 #: How long a stream is kept open here at most for readers elsewhere, when its own has gone, ms.
 SHARED_MS = 600_000
+#: What the queue says when an operator has stopped something -> what its callers are told.
+STOPS: Mapping[str, type[ForebayError]] = {"paused": ModelPaused, "shed": ClassShed}
+#: Where a client names no limit, as much of its output is held at first as so many of such answers do not exceed.
+USUAL = 0.95
 #: Hashing fewer tokens than this takes less than a millisecond, and is done on the spot.
 FEW_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """An accepted request: its open stream, and what its key may still do."""
+    """An accepted request: its open stream, and what is left of the limits that bind it."""
 
     stream: Stream
-    reserved: Reserved
+    left: tuple[Left, ...]
     place: int
     replayed: bool = False  #: it was accepted before, and is shown again (web/transports/idempotency.py)
 
@@ -83,6 +94,24 @@ class _Fleet:
     looked_s: float
     kv_tokens: int  #: cache of the largest; 0: nobody has said
     ready: frozenset[str]  #: who claims
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All but accepted."""
+
+    request: Request
+    shown: bytes  #: how to show it
+    left: tuple[Left, ...]  #: of the limits that bind it: it is reserved
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A request, and how its tokens count."""
+
+    request: Request
+    need: Need
+    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -111,9 +140,12 @@ class Admission:
         *,
         salt: bytes,
         off_hub: Callable[..., list[bytes]] = lambda work, *args: work(*args),
+        limiter: Limiter | None = None,
     ) -> None:
-        """`off_hub` calls a function with arguments where it stops no stream."""
+        """`off_hub` calls a function with arguments where it stops no stream. `limiter`: none is one over the same
+        store."""
         self.catalog, self.store, self.subscriber, self.renderers = catalog, store, subscriber, renderers
+        self.limiter = limiter or Limiter(store)
         self.salt, self.off_hub = salt, off_hub
         self.draining = False
         subscriber.account = self._account
@@ -128,9 +160,9 @@ class Admission:
         Raises:
           ForebayError: with the status and code that the caller is shown.
         """
-        request, shown, reserved = self.prepare(caller, draft, request_id, once)
-        admitted = self._enqueue(request, shown, reserved)
-        self.note(caller, request, transport)
+        prepared = self.prepare(caller, draft, request_id, once)
+        admitted = self._enqueue(prepared)
+        self.note(caller, prepared.request, transport)
         return admitted
 
     def note(self, caller: KeyRecord, request: Request, transport: str) -> None:
@@ -140,35 +172,34 @@ class Admission:
             "request_admitted", request_id=request.id, model=request.model, key_id=caller.key_id, transport=transport
         )
 
-    def prepare(
-        self, caller: KeyRecord, draft: Draft, request_id: str | None = None, once: str = ""
-    ) -> tuple[Request, bytes, Reserved]:
-        """Everything but the queue: the request, how to show it, and the hold that it has. Raises as `admit`."""
+    def prepare(self, caller: KeyRecord, draft: Draft, request_id: str | None = None, once: str = "") -> Prepared:
+        """Everything but the queue. What is prepared has a hold: it is enqueued, or forgone. Raises as `admit`."""
         if self.draining:
             raise Draining
         made = Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id)
         shown = msgspec.structs.replace(view_of(draft, made), once=once)
-        model = self._model(draft.model)
+        model = self._model(caller, draft.model)
         bounds.check(model, draft)
         tools = bounds.tools_for(model, draft)
         prompts = self._prompts(draft, tools)
         max_tokens = self._max_tokens(model, draft, max(map(len, prompts)))
         try:
-            request = self._request(caller, draft, prompts, tools, max_tokens, request_id or new_id())
-            reserved = self._reserve(caller, request)
+            ready = self._made(caller, draft, prompts, tools, max_tokens, request_id or new_id())
+            self._note_schema(ready.request)
+            request, left = self._reserve(caller, draft, ready)
         except AWAY:
             raise StoreDown from None
-        return request, view.encode(shown), reserved
+        return Prepared(request, view.encode(shown), left)
 
-    def prompts(self, draft: Draft) -> list[list[int]]:
+    def prompts(self, caller: KeyRecord, draft: Draft) -> list[list[int]]:
         """The token ids of what a draft asks, as it would be admitted with. Accepts nothing; raises as `admit`."""
-        model = self._model(draft.model)
+        model = self._model(caller, draft.model)
         bounds.check(model, draft)
         return self._prompts(draft, bounds.tools_for(model, draft))
 
     def forgo(self, request: Request) -> None:
-        """It was prepared, and is not accepted after all."""
-        self._settle(request, 0)
+        """It was prepared, and is not accepted after all: it counts as no request."""
+        self.limiter.settle(request, Usage(), billed=False, forgo=True)
 
     def release(self, stream: Stream) -> None:
         """The reader is done with the stream. A request that goes on is cancelled; an ended one is settled."""
@@ -190,9 +221,12 @@ class Admission:
         if stream.ending is None or stream.settled:
             return
         stream.settled = True
-        metrics.requests_ended.labels(stream.request.model, stream.ending.outcome).inc()
-        usage = stream.ending.usage
-        self._settle(stream.request, usage.input_tokens + usage.output_tokens)
+        ending = stream.ending
+        metrics.requests_ended.labels(stream.request.model, ending.outcome).inc()
+        if stream.attached:
+            self.limiter.settle_attached(stream.request, ending)
+        else:
+            self.limiter.settle(stream.request, ending.usage, billed=ending.outcome in BILLED)
 
     def recall(self, caller: KeyRecord, request_id: str, dialect: Dialect) -> Kept:
         """What is kept of a request that this key has made; of a response, any key of the project that made it.
@@ -273,15 +307,13 @@ class Admission:
             return 0
         return _room(model, prompt_tokens, draft.max_tokens, bounds.prompt_field(draft))
 
-    def _model(self, name: str) -> Model:
-        try:
-            return self.catalog[name]
-        except KeyError:
-            raise UnknownModel(
-                f"The model `{name}` does not exist, or this key may not use it.", param="model"
-            ) from None
+    def _model(self, caller: KeyRecord, name: str) -> Model:
+        model = self.catalog.get(name)
+        if model is None or not may_use(caller, name):
+            raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model")
+        return model
 
-    def _request(
+    def _made(
         self,
         caller: KeyRecord,
         draft: Draft,
@@ -289,12 +321,14 @@ class Admission:
         tools: Tools | None,
         max_tokens: int,
         request_id: str,
-    ) -> Request:
+    ) -> _Made:
         prompt, *more = prompts
         cache_salt = _cache_salt(self.salt, caller.org_id)
         hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
-        prefix = checkpoints(hashes)
+        model, prefix = self.catalog[draft.model], checkpoints(hashes)
         price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix, draft.tier)
+        if price is None and _money_binds(caller) and not self.store.run(prices.known()):
+            raise MoneyDown  # the store lost its prices: it may cost something all the same
         name = cache_salt + draft.affinity if draft.affinity else ""
         route = self._route(self.catalog[draft.model], len(hashes), held, name)
         embeds = draft.dialect == "embeddings"
@@ -305,7 +339,7 @@ class Admission:
             max_tokens = _held_by(kv_tokens, input_tokens, max_tokens, draft.max_tokens, draft.width)
         sampling = msgspec.structs.replace(draft.sampling, max_tokens=max_tokens)
         _check_least(sampling)
-        return Request(
+        request = Request(
             id=request_id,
             model=draft.model,
             caller=Caller(org_id=caller.org_id, project_id=caller.project_id, key_id=caller.key_id),
@@ -322,6 +356,7 @@ class Admission:
             weight=caller.weight,
             stream=draft.stream,
             expected_tokens=learned.expected(max_tokens),
+            usual_tokens=0 if draft.max_tokens is not None else learned.quantile(USUAL),
             linger_ms=draft.linger_ms,
             patience_ms=int((draft.timeout_s or 0) * 1000),
             price_id=price.id if price else 0,
@@ -331,6 +366,8 @@ class Admission:
             steal_ms=route.steal_ms,
             admitted_ms=time.time_ns() // 1_000_000,
         )
+        need = _need(request, learned, model.pace, asked=draft.max_tokens is not None)
+        return _Made(request, need, limiter.terms(price, model.cached_weight))
 
     def _hashes(self, model: Model, prompt: list[int], cache_salt: str) -> list[bytes]:
         """Of the prompt's whole blocks."""
@@ -365,38 +402,69 @@ class Admission:
             self._fleets[model] = _Fleet(time.monotonic(), fleet.largest(rows[0])[0], ready)
         return price, learned, self._fleets[model].kv_tokens, held
 
-    def _reserve(self, caller: KeyRecord, request: Request) -> Reserved:
-        limits = scopes.of_key(caller.key_id, caller.requests_per_minute, caller.concurrent_requests)
-        answer = self.store.run(counters.reserve(caller.org_id, request.id, request.model, limits))
-        if isinstance(answer, Refused):
-            raise _limit_reached(answer)
-        return answer
+    def limits(self, caller: KeyRecord, model: str) -> tuple[Limit, ...]:
+        """What binds this caller at a model; without one, what binds it at all."""
+        return scopes.binding(
+            caller.limits,
+            key_id=caller.key_id,
+            project_id=caller.project_id,
+            model=model,
+            prepaid=caller.plan == "prepaid",
+        )
 
-    def _enqueue(self, request: Request, shown: bytes, reserved: Reserved) -> Admitted:
+    def _reserve(self, caller: KeyRecord, draft: Draft, made: _Made) -> tuple[Request, tuple[Left, ...]]:
+        """The request with the limits that it is held under, and what they have left."""
+        limits = self.limits(caller, draft.model)
+        request = made.request
+        if len(limits) > 1:
+            request = msgspec.structs.replace(request, scopes=tuple(limit.scope for limit in limits))
+        asked = Asked(draft.model, made.need, bounds.prompt_field(draft), draft.dialect == "messages")
+        reserved = self.limiter.reserve(request, limits, asked, made.terms, plan=caller.plan)
+        if reserved.allowance_tokens is not None:
+            request = msgspec.structs.replace(request, allowance_tokens=reserved.allowance_tokens)
+        return request, reserved.left
+
+    def _note_schema(self, request: Request) -> None:
+        """Each new schema takes a place in the engine's cache, and time of all that it runs."""
+        digest = schemas.digest(request.sampling, request.tools)
+        wait_ms = self.store.run(schemas.note(request.caller.org_id, digest)) if digest else 0
+        if wait_ms:
+            raise LimitReached(
+                f"Your organisation may send {schemas.PER_MINUTE} different JSON schemas per minute. Send the same "
+                "ones again, with what differs in the prompt; or retry after the time given in `retry-after`.",
+                retry_after_ms=wait_ms,
+            )
+
+    def _enqueue(self, prepared: Prepared) -> Admitted:
+        request = prepared.request
         stream = self.subscriber.open(request)
-        stream.view = shown
-        task = generation(request, shown)
+        stream.view = prepared.shown
+        task = generation(request, prepared.shown)
         try:
             accepted: Accepted = self.store.run(self.subscriber.queues[request.model].enqueue(task))
         except BaseException as e:
             # It may have been accepted and only the reply lost: then it is cancelled as soon as the store is back.
             self.subscriber.close(stream)
             if isinstance(e, AWAY):
+                self.limiter.doubt(request)
                 raise StoreDown from None
             raise
-        if accepted.status == "full":
+        if accepted.refused:
             self.subscriber.close(stream)
-            self._settle(request, 0)
+            self.forgo(request)
             raise self.full(request, accepted)
         if accepted.status == "accepted" and not accepted.alive:
             self.want(request.model)
         stream.accepted = True
         waits_ms = self.subscriber.estimate_ms(request.model, accepted.place)
         stream.waits(accepted.place, waits_ms, self.subscriber.starting.get(request.model))
-        return Admitted(stream, reserved, accepted.place)
+        return Admitted(stream, prepared.left, accepted.place)
 
     def full(self, request: Request, accepted: Accepted) -> ForebayError:
-        """What a request is told that finds a bound of its queue reached, and when there is room for it."""
+        """What a request is told that an operator has stopped, or that finds a bound of its queue reached, and when
+        there is room for it."""
+        if accepted.status in STOPS:
+            return STOPS[accepted.status]()
         bounds, theirs = self.subscriber.queues[request.model].bounds, accepted.whose == "tenant"
         most = bounds.tenant_waiting if theirs else bounds.waiting
         most_tokens = bounds.tenant_tokens if theirs else bounds.tokens
@@ -425,13 +493,6 @@ class Admission:
                 log.info("worker_wanted", model=model)
         except AWAY:
             log.warning("want_lost", model=model)
-
-    def _settle(self, request: Request, used_tokens: int) -> None:
-        call = counters.settle(request.caller.org_id, request.id, [f"key:{request.caller.key_id}"], used_tokens)
-        try:
-            self.store.run(call)
-        except AWAY:
-            log.warning("settle_lost", request_id=request.id)
 
 
 @lru_cache(maxsize=4096)
@@ -468,6 +529,10 @@ def queue_bounds(model: Model) -> Bounds:
         tenant_waiting=told.tenant_waiting,
         tenant_tokens=told.tenant_tokens,
     )
+
+
+def _money_binds(caller: KeyRecord) -> bool:
+    return caller.plan == "prepaid" or any(limit.pays for limit in caller.limits)
 
 
 def _room(model: Model, prompt_tokens: int, asked: int | None, param: str = "messages") -> int:
@@ -521,11 +586,15 @@ def _check_least(sampling: Sampling) -> None:
         )
 
 
-def _limit_reached(refused: Refused) -> LimitReached:
-    limit = refused.limit
-    if refused.reason == "concurrency":
-        message = f"This key may have {limit.concurrent_requests} requests open at once. Retry when one has ended."
-        return LimitReached(message, retry_after_ms=1000)
-    message = f"This key may make {limit.requests_per_minute} requests per minute."
-    told = headers.requests(limit.requests_per_minute or 0, 0, refused.retry_after_ms or 0)
-    return LimitReached(message, retry_after_ms=refused.retry_after_ms, headers=told)
+def _need(request: Request, learned: Lengths, model_pace: float, *, asked: bool) -> Need:
+    """What it holds at first: its prompt, and its answers as they can come. Where the client named no limit, what such
+    answers come to will do, and less where there is less."""
+    most = request.sampling.max_tokens
+    usual = 0 if asked else learned.quantile(USUAL)
+    need = Need(
+        input_tokens=request.input_tokens,
+        output_tokens=request.width * pace.likely(model_pace, most, usual),
+        least_output_tokens=0,
+        pace=request.width * model_pace,
+    )
+    return replace(need, least_output_tokens=need.window_tokens if asked else min(1, need.output_tokens))

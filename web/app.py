@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flask import Flask, Response, current_app, g, jsonify, request
@@ -10,6 +11,7 @@ from werkzeug.exceptions import ClientDisconnected, HTTPException, MethodNotAllo
 
 from core import errors
 from core.accounts.keys import KeyRecord
+from core.accounts.sightings import Sightings
 from core.catalog import Catalog
 from core.errors import (
     BadFraming,
@@ -22,15 +24,16 @@ from core.errors import (
     WrongMethod,
 )
 from core.limits import headers as limit_headers
-from core.limits.counters import Reserved
+from core.limits.scopes import Left
 from core.postgres import Engine
 from core.redis import Store
 from core.telemetry import logs, metrics
 from web.admission import Admission, new_id
-from web.auth import Gate, credential
+from web.auth import Gate, Network, Policy, credential, peer
 from web.background import Backlog
 from web.dialects.framing import KeepAlive
 from web.history import History
+from web.stopping import Stopping
 from web.stream import KEEPALIVE_S
 from web.subscriber import Subscriber
 from web.transports.edge import CLOSE
@@ -41,14 +44,35 @@ from web.transports.sockets import KEY_SOCKETS, Sockets
 
 log = logs.get(__name__)
 
-#: Who may call an endpoint. An endpoint that is not named needs a generating key.
-PUBLIC = frozenset(
-    {
-        *("health.health", "health.ready", "static"),
-        *("reference.openapi", "reference.docs", "reference.docs_asset", "reference.llms_txt"),
-    }
-)
-ADMIN = frozenset({"health.metrics"})
+#: Who may call each endpoint. An application with one that is not named here, or without one that is, does not start.
+POLICIES: dict[str, Policy] = {
+    "account.key": Policy.USAGE,
+    "completions.create_completion": Policy.GENERATE,
+    "completions.create_embeddings": Policy.GENERATE,
+    "generation.chat_completions": Policy.GENERATE,
+    "generation.chat_completions_again": Policy.GENERATE,
+    "generation.create_response": Policy.GENERATE,
+    "health.health": Policy.PUBLIC,
+    "health.metrics": Policy.ADMIN,
+    "health.ready": Policy.PUBLIC,
+    "messages.count_tokens": Policy.GENERATE,
+    "messages.create_message": Policy.GENERATE,
+    "models.model": Policy.MODELS,
+    "models.models": Policy.MODELS,
+    "reference.docs": Policy.PUBLIC,
+    "reference.docs_asset": Policy.PUBLIC,
+    "reference.llms_txt": Policy.PUBLIC,
+    "reference.openapi": Policy.PUBLIC,
+    "responses.cancel": Policy.GENERATE,
+    "responses.delete": Policy.GENERATE,
+    "responses.input_items": Policy.GENERATE,
+    "responses.input_tokens": Policy.GENERATE,
+    "responses.show": Policy.GENERATE,
+    "responses_socket": Policy.SOCKET,
+    "secrets.create_secret": Policy.GENERATE,
+    "tokens.detokenize": Policy.GENERATE,
+    "tokens.tokenize": Policy.GENERATE,
+}
 #: Characters of a client's own name for a request that are logged.
 CLIENT_ID_CHARS = 512
 #: After these the connection is closed: where the next request begins on it is not known, or another gateway takes it.
@@ -82,10 +106,13 @@ class Gateway:
     stalled_s: float = SEND_S  #: how long a socket's client may take nothing of what is sent to it
     origins: frozenset[str] = frozenset()  #: pages that may open sockets, beside our own
     key_sockets: int = KEY_SOCKETS
+    proxies: tuple[Network, ...] = ()  #: whose X-Forwarded-For counts
     database: Engine | None = None  #: where responses are stored; None: none are
     history: History = field(init=False)
     backlog: Backlog = field(init=False)
     sockets: Sockets = field(init=False)
+    stopping: Stopping = field(init=False)
+    sightings: Sightings | None = None  #: when keys were used; None: nobody writes it down
     once: Once = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +120,7 @@ class Gateway:
         self.backlog = Backlog(self.history)
         self.once = Once(self.admission)
         self.sockets = Sockets(self.store, key_sockets=self.key_sockets)
+        self.stopping = Stopping(self.admission.limiter.store, self.subscriber, self.sockets)
 
 
 def gateway() -> Gateway:
@@ -129,7 +157,26 @@ def create(parts: Gateway) -> Flask:
     for routes in (account, completions, generation, health, messages, models, reference, responses, secrets, tokens):
         app.register_blueprint(routes.blueprint)
     socket.add_to(app)
+    check_policies(rule.endpoint for rule in app.url_map.iter_rules())
     return app
+
+
+class BadPolicies(Exception):
+    """The table of policies (web/app.py) is not that of the routes."""
+
+
+def check_policies(endpoints: Iterable[str]) -> None:
+    """Every endpoint has one policy, and every policy an endpoint.
+
+    Raises:
+      BadPolicies: with those that do not.
+    """
+    if left := set(endpoints) ^ POLICIES.keys():
+        without = ", ".join(sorted(left - POLICIES.keys())) or "none"
+        of_nothing = ", ".join(sorted(left & POLICIES.keys())) or "none"
+        raise BadPolicies(
+            f"{BadPolicies.__doc__} Routes without a policy: {without}; policies of no route: {of_nothing}."
+        )
 
 
 def _identify() -> None:
@@ -139,16 +186,18 @@ def _identify() -> None:
 def _authenticate() -> None:
     from web.routes import socket
 
-    if request.url_rule is None or request.endpoint in PUBLIC:
+    if request.url_rule is None:
         return  # no such address or method: answered without a key, as nothing is behind it
-    if request.method == "OPTIONS":
+    policy = POLICIES[request.endpoint or ""]
+    if policy is Policy.PUBLIC or request.method == "OPTIONS":
         return  # which tells no more than a 405 does
-    if request.endpoint == socket.ENDPOINT:
+    address = peer(request.remote_addr or "", request.headers.get("X-Forwarded-For", ""), gateway().proxies)
+    if policy is Policy.SOCKET:
         socket.check_handshake()
-        g.caller = socket.caller()
+        g.caller = socket.caller(address)
         return
     shown = credential(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
-    caller: KeyRecord = gateway().gate.authenticate(shown, admin=request.endpoint in ADMIN)
+    caller: KeyRecord = gateway().gate.authenticate(shown, policy=policy, address=address)
     g.caller = caller
 
 
@@ -158,15 +207,23 @@ def _headers(response: Response) -> Response:
     told["openai-processing-ms"] = str(int((time.monotonic() - g.get("began_s", time.monotonic())) * 1000))
     if is_anthropic(request.path):
         told["request-id"] = told["x-request-id"]
-    reserved: Reserved | None = g.get("reserved")
-    if reserved is not None and reserved.requests_limit is not None:
-        told.update(limit_headers.requests(reserved.requests_limit, reserved.requests_left or 0, reserved.reset_ms))
+    if "x-limit-scope" not in told and POLICIES.get(request.endpoint or "") is Policy.GENERATE and "caller" in g:
+        told.update(_limits_left())
     if g.get("replayed"):
         told["idempotent-replayed"] = "true"
     if told.get("Connection") == "close":
         request.environ.get(CLOSE, _nothing)()
     _log_client_id(told["x-request-id"])
     return response
+
+
+def _limits_left() -> dict[str, str]:
+    """What is left, as it was when the answer's request was admitted; of an answer without one, as it is now."""
+    left: tuple[Left, ...] = g.get("left", ())
+    if not left:
+        admission, caller = gateway().admission, g.caller
+        left = admission.limiter.left(caller.org_id, admission.limits(caller, ""))
+    return limit_headers.told(left, now_ms=time.time_ns() // 1_000_000, anthropic=is_anthropic(request.path))
 
 
 def _log_client_id(request_id: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from core import responses as table
 from core.accounts.keys import KeyRecord
 from core.errors import BadRequest, HistoryDown
-from core.limits.counters import Reserved
+from core.limits.scopes import Left
 from core.postgres import DatabaseAway, DBAPIError
 from core.redis import AWAY, RedisError
 from core.telemetry import logs, metrics
@@ -63,14 +63,16 @@ class Backlog:
 
     def accept(
         self, caller: KeyRecord, draft: Draft, request_id: str | None = None
-    ) -> tuple[Request, Reserved, Response]:
-        """Take background work: it is in Postgres when this returns, and ends whatever dies. Also the queued object.
+    ) -> tuple[Request, tuple[Left, ...], Response]:
+        """Take background work: it is in Postgres when this returns, and ends whatever dies. With what is left of its
+        limits, and the queued object.
 
         Raises:
           HistoryDown: it cannot be written down, so nothing was accepted.
           ForebayError: as `Admission.admit`.
         """
-        request, shown, reserved = self.admission.prepare(caller, draft, request_id)
+        prepared = self.admission.prepare(caller, draft, request_id)
+        request, shown = prepared.request, prepared.shown
         cls = Class.DEFAULT if draft.cls <= Class.INTERACTIVE else Class.BULK
         request = msgspec.structs.replace(request, gateway="", background=True, cls=cls, patience_ms=0, linger_ms=0)
         queued = ResponsesFraming(request.id, found := view.decode(shown)).so_far([], True, None)
@@ -83,7 +85,7 @@ class Backlog:
         self.admission.note(caller, request, "background")
         if len(self._known) < KNOWN_MAX:
             self._known[request.id] = request.model
-        return request, reserved, queued
+        return request, prepared.left, queued
 
     def _commit(self, request: Request, shown: View, queued: Response, raw: bytes) -> None:
         body = msgspec.msgpack.encode(Feed(request, raw))
@@ -96,13 +98,14 @@ class Backlog:
             raise BadRequest("Your organisation keeps no responses, which background needs.", param="background")
 
     def _put(self, request: Request, shown: bytes) -> None:
-        """Onto the queue. If that is away, it is fed from the backlog later; if it is full, nothing was accepted."""
+        """Onto the queue. If that is away, it is fed from the backlog later; if it is full, or an operator has stopped
+        such work, nothing was accepted."""
         try:
             accepted: Accepted = self.store.run(self.queues[request.model].enqueue(generation(request, shown)))
         except (*AWAY, RedisError) as e:
             log.warning("background_not_queued", request_id=request.id, error=repr(e))
             return
-        if accepted.status == "full":
+        if accepted.refused:
             self._doubt(request)
             self._withdraw()
             if request.id not in self._doubtful:
@@ -198,7 +201,7 @@ class Backlog:
             self._known.pop(request_id, None)  # it has ended, or is deleted
             return
         accepted: Accepted = self.store.run(
-            self.queues[feed.request.model].enqueue(generation(feed.request, feed.view))
+            self.queues[feed.request.model].enqueue(generation(feed.request, feed.view), again=True)
         )
         if accepted.status == "accepted":
             metrics.background_fed.inc()

@@ -16,6 +16,7 @@ from core import errors
 from core.errors import ForebayError
 from web import shapes
 from web.dialects import messages
+from web.dialects.draft import TEMPLATE_KNOBS
 
 Schema = dict[str, Any]
 
@@ -82,7 +83,7 @@ FIELDS: Mapping[str, str] = {
     "logit_bias": "Make tokens likelier or less likely: token id to a number from -100 to 100.",
     "structured_outputs": "vLLM's: a form for the answer.",
     "response_format": "A form for the answer: text, any JSON, or JSON of a schema.",
-    "chat_template_kwargs": "What else the model's chat template is told.",
+    "chat_template_kwargs": f"How the model is to think, in its chat template's words: {', '.join(TEMPLATE_KNOBS)}.",
     "store": "Keep the response, to be fetched or gone on from. The answer says whether it is kept.",
     "parallel_tool_calls": "Several calls in one turn are welcome.",
     "max_tokens": "The answer ends after so many tokens.",
@@ -458,7 +459,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 #: Refusals that any request may meet, that one with a key may, that one with a body may, and that generating may.
 _ANY = (405, 414, 431, 500)
-_KEYED = (401, 403, 404, 503)
+_KEYED = (401, 403, 404, 429, 503)
 _WITH_BODY = (400, 408, 411, 413, 415, 422, 429)
 
 

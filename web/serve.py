@@ -71,6 +71,9 @@ class GatewayServer(BaseApplication):  # type: ignore[misc]
         gateway = build(self.settings)
         gateway.subscriber.start()
         gateway.backlog.start()
+        gateway.stopping.start()
+        if gateway.sightings is not None:
+            gateway.sightings.start()
         app = create(gateway)
         app.wsgi_app = closable(app.wsgi_app)  # type: ignore[method-assign]
         return app
@@ -78,19 +81,23 @@ class GatewayServer(BaseApplication):  # type: ignore[misc]
 
 def build(settings: Settings) -> Gateway:
     """Wire a gateway's parts from the settings. Opens no connection."""
+    from billing.credits import lease
     from core import catalog, postgres
     from core.accounts import keys
+    from core.accounts.sightings import Sightings
     from core.redis import Store
     from tasks.queue import GATEWAY_LEASE_MS
     from web.admission import Admission, queue_bounds
     from web.app import Gateway
-    from web.auth import Gate
+    from web.auth import Gate, networks
     from web.history import STATEMENT_MS
+    from web.limiter import LIMITS_S, Limiter
     from web.render import for_model
     from web.subscriber import Subscriber
 
     models = catalog.load(settings.catalog).only(settings.models)
     store = Store.connect(settings.redis_url)
+    limits = Store.connect(settings.limits_url, exchange_s=LIMITS_S) if settings.limits_url else store
     gateway_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(4)}"
     bounds = {name: queue_bounds(model) for name, model in models.items()}
     home_ms = GATEWAY_LEASE_MS + int(settings.lost_s * 1000)
@@ -103,12 +110,23 @@ def build(settings: Settings) -> Gateway:
         home_ms=home_ms,
         keepalive_s=settings.keepalive_s,
     )
+    accounts, pepper = postgres.connect(settings.database_url), keys.pepper(settings)
+    sightings = Sightings(accounts, pepper)
+    limiter = Limiter(
+        limits,
+        lease=partial(lease, accounts, limits),
+        apart=limits is not store,
+        gateways=lambda: max(store.run_all([queue.gateways() for queue in subscriber.queues.values()])),
+    )
     renderers = {name: OffHub(for_model(model, settings.data)) for name, model in models.items()}
     return Gateway(
         catalog=models,
         store=store,
-        gate=Gate(store, postgres.connect(settings.database_url), keys.pepper(settings)),
-        admission=Admission(models, store, subscriber, renderers, salt=salt(settings), off_hub=off_hub),
+        gate=Gate(store, accounts, pepper, seen=sightings.seen),
+        sightings=sightings,
+        admission=Admission(
+            models, store, subscriber, renderers, salt=salt(settings), off_hub=off_hub, limiter=limiter
+        ),
         subscriber=subscriber,
         keepalive_s=settings.keepalive_s,
         upload_s=settings.upload_s,
@@ -116,6 +134,7 @@ def build(settings: Settings) -> Gateway:
         chat_ids=settings.chat_ids,
         origins=frozenset(one.strip().rstrip("/").lower() for one in settings.origins.split(",") if one.strip()),
         key_sockets=settings.key_sockets,
+        proxies=networks(settings.proxies),
         stalled_s=settings.stalled_s,
         database=postgres.connect(settings.database_url, statement_ms=STATEMENT_MS),
     )

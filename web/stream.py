@@ -21,12 +21,12 @@ from itertools import chain
 
 import msgspec
 
-from core.errors import ForebayError, RequestFailed
+from core.errors import ForebayError, KeyRevoked, OrganisationSuspended, RequestFailed
 from core.outlook import Starting
 from core.stream.frames import Delta, Logprob, Run, cut_of
 from core.stream.log import Output
 from core.telemetry import logs, metrics
-from core.values import ANSWERED, Ending, Request
+from core.values import CALLER_STOPPED, DELIVERED, Ending, Outcome, Request
 
 log = logs.get(__name__)
 
@@ -103,6 +103,7 @@ class Stream:
         """`lost` is called once for every gap, and sees to it that `fill` is called. An attached stream has begun
         elsewhere: its request is without its prompt, and it is filled from its beginning."""
         self.request, self.attached = request, attached
+        self.reader = request.caller.key_id  #: whose key reads it: of a response, any of its project
         self.accepted = False  #: the queue has it; until then `watch` does not ask
         self.view = b""  #: how to show it again, as it is put down with it
         self.leave: Callable[[], bool] | None = None  #: of one with several readers: this one goes; are there others?
@@ -345,7 +346,7 @@ class Stream:
 
     def _is_final(self) -> bool:
         """It was ended without an answer. Else what the newest attempt has not begun to save may yet change."""
-        return self._late is not None and self._late.outcome not in ANSWERED
+        return self._late is not None and self._late.outcome not in DELIVERED
 
     def give_up(self) -> None:
         """What is missing cannot be found."""
@@ -414,7 +415,7 @@ class Stream:
         return True
 
     def _is_whole(self, ending: Ending) -> bool:
-        if ending.outcome not in ANSWERED:
+        if ending.outcome not in DELIVERED:
             return not (self.attached and self._filling)
         if self.request.task == "embed":  # it has no tokens to be counted
             return len({kind for _, _, kind in self._begins}) >= self.request.width
@@ -469,7 +470,7 @@ class Stream:
             self.ending = last.ending
             if self._told < len(self._logprobs):  # of tokens without a character
                 self._put(Text("", len(self.tokens), self._kind or "text", self._fresh_logprobs()))
-        self._put(last)
+        self._put(_as_told(last))
 
     # --- what the watch sees
 
@@ -517,6 +518,16 @@ class Stream:
                 break
             texts.append(after)
         return event if len(texts) == 1 else _merged(texts)
+
+
+#: What the reader is told of an ending with such a message: its worker was quicker than this gateway (web/stopping.py).
+_STOPPED = {CALLER_STOPPED["revoked"]: KeyRevoked, CALLER_STOPPED["suspended"]: OrganisationSuspended}
+
+
+def _as_told(last: Ended | Broken) -> Ended | Broken:
+    if isinstance(last, Ended) and last.ending.outcome == Outcome.CANCELLED and last.ending.message in _STOPPED:
+        return Broken(_STOPPED[last.ending.message]())
+    return last
 
 
 def _merged(texts: list[Text]) -> Text:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from core import fleet
-from core.errors import RequestFailed
+from core.errors import ForebayError, RequestFailed
 from core.outlook import Pace, Starting, estimate_ms, retry_after_ms
 from core.redis import AWAY, Call, RedisConnectionError, RedisError, RedisTimeoutError, Store, listener
 from core.stream.frames import Delta, Frame, decode, encode
@@ -153,6 +153,12 @@ class Subscriber:
             while len(self._abandoned) >= ABANDONED_MAX:
                 self._abandoned.pop(next(iter(self._abandoned)))
             self._abandoned[request_id] = model, gateway
+
+    def cut_off(self, stream: Stream, error: ForebayError) -> None:
+        """It may not go on: its reader is told, and it is cancelled, wherever it is open."""
+        stream.break_off(error)
+        self._end_lingering(stream)
+        self.cancel(stream.request.id, stream.request.model, anywhere=True)
 
     def estimate_ms(self, model: str, place: int) -> int | None:
         """How long a request at this place will wait; None: no telling."""
@@ -420,7 +426,8 @@ class Subscriber:
             self.store.run_all(save(request.model, *stream.delivered()))
             stream.put_back = True
         task = generation(request, stream.view)
-        again = self.store.run(self.queues[request.model].enqueue(task, attempt=stream.attempt, shown=shown))
+        call = self.queues[request.model].enqueue(task, attempt=stream.attempt, shown=shown, again=True)
+        again = self.store.run(call)
         stream.put_back = again.status == "full"
 
 

@@ -15,8 +15,8 @@ from core.accounts.keys import KeyRecord
 from core.catalog import QueueBounds
 from core.outlook import RETRY_UNKNOWN_MS, Pace, Starting
 from core.redis import Call, Store, tag
-from core.values import WorkerState
-from tasks.queue import Bounds, Queue, Task
+from core.values import Class, WorkerState
+from tasks.queue import Bounds, Queue, Stops, Task
 from web.admission import Admission, queue_bounds
 from web.app import Gateway, create
 from web.render import ByteRenderer
@@ -35,7 +35,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x" * 100}], "str
 class Door:
     """A gate that everybody of organisation "o" passes."""
 
-    def authenticate(self, authorization: str, *, admin: bool = False) -> KeyRecord:
+    def authenticate(self, authorization: str, **_: Any) -> KeyRecord:
         return KeyRecord(key_id="k", org_id="o", project_id="p", secret_hmac=b"")
 
 
@@ -155,3 +155,29 @@ def test_the_catalogues_bounds_are_the_queues_own_unless_it_says_otherwise() -> 
 
     assert queue_bounds(model) == Bounds()
     assert len(msgspec.structs.fields(QueueBounds)) == 4
+
+
+@pytest.mark.parametrize(
+    ("stops", "code"),
+    [(Stops(paused=True), "model_paused"), (Stops(shed=frozenset({Class.DEFAULT})), "class_shed")],
+)
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/chat/completions", 503), ("/v1/responses", 503), ("/v1/messages", 529)]
+)
+def test_what_an_operator_has_stopped_is_refused_in_each_apis_own_form_and_holds_nothing(
+    place: Place, valkey: Any, stops: Stops, code: str, path: str, status: int
+) -> None:
+    """The hold was open before the queue was asked."""
+    place.store.run(place.queue.halt(stops, place.store.run(place.queue.mark())))
+    bodies = {
+        "/v1/responses": {"model": "m", "input": "x", "stream": True},
+        "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+    }
+    told = place.client.post(path, json=bodies.get(path, CHAT))
+    assert (told.status_code, told.headers["x-should-retry"]) == (status, "true")
+    assert told.headers["retry-after"] == "10"
+    if path == "/v1/messages":
+        assert told.json["error"]["type"] == "overloaded_error"
+    else:
+        assert (told.json["error"]["code"], told.json["error"]["type"]) == (code, "server_error")
+    assert valkey.zcard(tag("org:o") + "open") == 0 and place.store.run(place.queue.tick()).waiting == (0, 0, 0, 0)

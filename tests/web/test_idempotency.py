@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from core import catalog
-from core.limits import counters, idempotency
+from core.limits import idempotency
 from core.redis import Store, tag
 from core.values import Outcome
 from tasks.queue import Claim
@@ -367,18 +367,3 @@ def test_readers_are_counted_by_name(store: Store) -> None:
     assert joined == [*range(1, idempotency.READERS_MAX), -2]
     assert [store.run(idempotency.leave(named, "one", "r1")) for _ in range(2)] == [idempotency.READERS_MAX - 1] * 2
     assert store.run(idempotency.join(named, "another", "r1")) == -1 == store.run(idempotency.leave(named, "x", "r1"))
-
-
-def test_what_a_key_has_used_is_read_and_not_changed(store: Store, clock: Clock) -> None:
-    from core.limits.scopes import of_key
-
-    clock.set(120_000)
-    for n in range(3):
-        store.run(counters.reserve("o", f"r{n}", "m", of_key("k", 5, None)))
-    store.run(counters.settle("o", "r0", ["key:k"], 40))
-
-    used = store.run(counters.used("o", "key:k"))
-
-    assert used == counters.Used(requests=3, tokens=40, open=2, reset_ms=61_000)
-    clock.advance(61_000)
-    assert store.run(counters.used("o", "key:k")) == counters.Used(requests=0, tokens=0, open=2, reset_ms=0)

@@ -16,6 +16,7 @@ from core.accounts import keys, sockets
 from core.accounts.keys import KeyRecord
 from core.accounts.secrets import Grant, give, is_secret, mint, take
 from core.errors import BadRequest, ForebayError, LimitReached, NotAllowed, StoreDown, Unauthenticated, Unavailable
+from core.limits.scopes import Limit
 from core.redis import Store
 from tests.conftest import Clock
 from web.auth import Gate, check_origin, check_unexposed, secret_of
@@ -25,7 +26,7 @@ STORES = ("single", "cluster")
 
 
 def record(key_id: str = "k1", **fields: Any) -> KeyRecord:
-    return KeyRecord(key_id=key_id, org_id="o", project_id="p", secret_hmac=b"", **fields)
+    return KeyRecord(**{"key_id": key_id, "org_id": "o", "project_id": "p", "secret_hmac": b"", **fields})
 
 
 class Wire:
@@ -118,22 +119,26 @@ def test_a_fault_of_ours_closes_the_connection_and_no_http_answer_is_written_on_
 
 def test_sockets_of_a_key_that_is_not_good_any_more_are_closed(store: Store) -> None:
     here = Sockets(store)
-    wires = {name: Wire() for name in ("good", "revoked", "expired", "unknown")}
+    wires = {name: Wire() for name in ("good", "revoked", "expired", "suspended", "unknown")}
     for name, wire in wires.items():
         here._open.add(socket_of(wire, record(name)))
     store.run_all(
         [
-            keys.project(record("good", requests_per_minute=7)),
+            keys.project(record("good", weight=7.0)),
             keys.project(record("revoked", revoked=True)),
             keys.project(record("expired", expires_ms=1)),
+            keys.project(record("suspended", suspended=True)),
         ]
     )
     here.look(time.monotonic())
 
-    assert {name for name, wire in wires.items() if not wire.codes.empty()} == {"revoked", "expired"}
-    assert wires["revoked"].codes.get() == 1008
+    codes = {"revoked": "key_revoked", "expired": "invalid_api_key", "suspended": "organisation_suspended"}
+    for name, code in codes.items():
+        assert wires[name].sent.get(timeout=5)["error"]["code"] == code
+        assert wires[name].codes.get(timeout=5) == 1008
+    assert all(wire.codes.empty() for wire in wires.values())
     [good] = [socket for socket in here if socket.caller.key_id == "good"]
-    assert good.caller.requests_per_minute == 7, "its limits are those of now"
+    assert good.caller.weight == 7.0, "it is what it is now"
 
 
 def test_seats_are_counted_over_all_gateways_and_given_back(store: Store) -> None:
@@ -141,11 +146,28 @@ def test_seats_are_counted_over_all_gateways_and_given_back(store: Store) -> Non
     seats = [one.sit(record()), two.sit(record())]
     with pytest.raises(LimitReached) as refused:
         one.sit(record())
-    assert refused.value.retry_after_ms
+    assert refused.value.retry_after_ms and refused.value.headers == {"x-limit-scope": "key"}
     assert one.sit(record("another"))
 
     one.discard(socket_of(Wire(), seat=seats[0]))
     assert two.sit(record())
+
+
+def test_a_keys_own_bound_goes_before_the_usual_one_and_wider_scopes_bind_too(store: Store) -> None:
+    here = Sockets(store, key_sockets=1)
+    limits = (Limit(scope="key:k1", connections=2), Limit(scope="project:p", connections=3), Limit(scope="org"))
+
+    def refused(key_id: str) -> tuple[str, str]:
+        with pytest.raises(LimitReached) as caught:
+            here.sit(record(key_id, limits=limits))
+        return caught.value.headers["x-limit-scope"], caught.value.message.partition(" WebSockets")[0]
+
+    for _ in range(2):
+        here.sit(record("k1", limits=limits))
+    assert refused("k1") == ("key", "This key may have 2")
+    here.sit(record("k2", limits=limits))
+    assert refused("k2") == ("key", "This key may have 1")
+    assert refused("k3") == ("project", "This project may have 3")
 
 
 def test_a_dead_gateways_seats_are_free_after_their_time_and_a_living_ones_stay(store: Store, clock: Clock) -> None:

@@ -23,6 +23,7 @@ from web.dialects.choices import Answer, Choice, Chunk, ended_as, text_of, told,
 from web.dialects.draft import (
     ANSWERS_MAX,
     LOGPROBS_MAX,
+    MESSAGES_MAX,
     NAME_CHARS_MAX,
     UNSERVED,
     Body,
@@ -43,7 +44,6 @@ __all__ = ["ChatAnswer", "Chunk", "check_cursor", "last_event", "parse", "usage_
 
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     **UNSERVED,
-    "best_of": (1,),
     "modalities": (["text"],),
     "audio": (),
     "moderation": (),
@@ -202,7 +202,7 @@ def _tool_choice(asked: object) -> object:
 
 
 class ChatBody(Body):
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] = 1
@@ -320,7 +320,7 @@ class ChatAnswer(Answer):
             "finish_reason": finish_reason,
         }
 
-    def _answered(self, choice: Choice, runs: list[Run], finish: str) -> dict[str, Any]:
+    def _answered(self, choice: Choice, runs: list[Run], finish: str | None) -> dict[str, Any]:
         calls = {kind.call: ["", ""] for kind in (kind_of(run.kind) for run in runs) if kind.what in _CALLS}
         for kind, text in ((kind_of(run.kind), run.text) for run in runs):
             if kind.what in _CALLS:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from core.errors import ForebayError
 from core.stream.frames import Kind, Logprob, Run, kind_of
-from core.values import ANSWERED, Ending, Outcome, Usage
+from core.values import ANSWERED, DELIVERED, Ending, Outcome, Usage
 from web.dialects.draft import Draft, error_of
 from web.dialects.view import View
 
@@ -77,7 +77,7 @@ class Answer(ABC):
         with it."""
 
     @abstractmethod
-    def _answered(self, choice: Choice, runs: list[Run], finish: str) -> dict[str, Any]:
+    def _answered(self, choice: Choice, runs: list[Run], finish: str | None) -> dict[str, Any]:
         """A choice of a whole answer."""
 
     # --- what both say
@@ -122,21 +122,24 @@ class Answer(ABC):
         """The whole answer as one object.
 
         Raises:
-          ForebayError: it ended without an answer.
+          ForebayError: it ended without an answer; of one that money ended, with what was made of it.
         """
-        if ending.outcome not in ANSWERED:
+        if ending.outcome not in DELIVERED:
             raise error_of(ending)
         theirs: defaultdict[int, list[Run]] = defaultdict(list)
         for run in runs:
             theirs[kind_of(run.kind).choice].append(run)
-        finish = _FINISHES[Outcome(ending.outcome)]
+        finish = _FINISHES.get(Outcome(ending.outcome))
         choices = [self._answered(choice, theirs[choice.index], finish) for choice in self._choices]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage_object(ending.usage)}
+        made = {**self._head, "object": self.whole_object, "choices": choices, "usage": usage_object(ending.usage)}
+        if ending.outcome not in ANSWERED:
+            raise with_partial(error_of(ending), made, ending)
+        return made
 
     def _chunk(self, choice: Choice, delta: Any, finish_reason: str | None = None) -> Chunk:
         return {**self._chunk_head, "choices": [self._part(choice, delta, finish_reason)], **self._tail}
 
-    def _reason(self, choice: Choice, finish: str) -> str:
+    def _reason(self, choice: Choice, finish: str | None) -> str | None:
         """Why a choice ended. Of one function that had to be called, OpenAI says "stop"."""
         return "tool_calls" if finish == "stop" and choice.calls and not self._named else finish
 
@@ -157,8 +160,15 @@ def text_of(runs: Iterable[Run], *whats: str) -> str:
     return "".join(run.text for run in runs if kind_of(run.kind).what in whats)
 
 
-def ended_as(runs: Iterable[Run], finish: str) -> str:
-    """How a choice finished: as it says itself, or as its request did."""
+def with_partial(error: ForebayError, made: dict[str, Any], ending: Ending) -> ForebayError:
+    """The error, with what was made of the answer."""
+    if ending.usage.output_tokens:
+        error.partial = made
+    return error
+
+
+def ended_as(runs: Iterable[Run], finish: str | None) -> str | None:
+    """How a choice finished: as it says itself, or as its request did; None: it did not."""
     return text_of(runs, "end") or finish
 
 

@@ -10,6 +10,7 @@ import msgspec
 from core.errors import BadRequest, ForebayError
 from web.dialects.draft import Draft
 from web.dialects.events import Event
+from web.dialects.nesting import decoded
 from web.dialects.responses import cursor, parse
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
@@ -71,10 +72,7 @@ def parse_event(text: str) -> Command:
 
 
 def _event_object(text: str) -> dict[str, Any]:
-    try:
-        event = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        raise BadRequest("The frame is not valid JSON.", code="invalid_json") from None
+    event = decoded(text)
     if not isinstance(event, dict):
         raise BadRequest("The frame must be a JSON object.", code="invalid_json")
     return event

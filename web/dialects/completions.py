@@ -22,8 +22,7 @@ MAX_TOKENS = 16
 LOGPROBS_MAX = 5
 
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    **UNSERVED,
-    "prompt_embeds": (),
+    **{name: nothing for name, nothing in UNSERVED.items() if name != "best_of"},
     "add_special_tokens": (True,),
     "chat_template_kwargs": ({},),
 }
@@ -114,7 +113,7 @@ class CompletionsAnswer(Answer):
         logprobs, choice.logprobs = choice.logprobs, []
         return self._said(choice, delta or "", logprobs, finish_reason)
 
-    def _answered(self, choice: Choice, runs: list[Run], finish: str) -> dict[str, Any]:
+    def _answered(self, choice: Choice, runs: list[Run], finish: str | None) -> dict[str, Any]:
         text = self._prompt(choice) + text_of(runs, *_TEXT)
         return self._said(choice, text, [each for run in runs for each in run.logprobs], ended_as(runs, finish))
 

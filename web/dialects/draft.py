@@ -7,7 +7,7 @@ and a field that would change the answer but is not served yet is refused rather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -23,8 +23,19 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from core.errors import BadRequest, Cancelled, ForebayError, GatewayLost, RequestFailed, Unavailable, WorkerLost
+from core.errors import (
+    BadRequest,
+    Cancelled,
+    ClassShed,
+    ForebayError,
+    GatewayLost,
+    MoneySpent,
+    RequestFailed,
+    Unavailable,
+    WorkerLost,
+)
 from core.values import Class, Ending, Outcome, Sampling, Tools
+from web.dialects import schemas
 
 STOPS_MAX = 4  #: stop strings in a request
 STOP_CHARS_MAX = 1024  #: in one stop string: every step of the engine compares with all of it
@@ -39,10 +50,15 @@ STOP_TOKENS_MAX = 128  #: token ids that end an answer
 BIASES_MAX = 1024  #: tokens that are made likelier or less likely
 JSON_BYTES_MAX = 64 * 1024  #: in a schema, and in what a chat template is told
 JSON_DEPTH_MAX = 64  #: objects and lists within each other in these
-GRAMMAR_CHARS_MAX = 16 * 1024  #: in a regular expression or a grammar: it is compiled before the first token
 CHOICES_MAX = 1024  #: answers to choose one of
-LOGPROBS_MAX = 20  #: alternatives told of each token
-ANSWERS_MAX = 16  #: to one prompt
+CHOICE_CHARS_MAX = 16 * 1024  #: in one of them: it is compiled before the first token
+#: Alternatives told of each token, as at OpenAI: vLLM's own bound too. The engine looks at its whole vocabulary for the
+#: first one already, so that 20 cost it what 5 do, and none of the prompt's tokens are told of.
+LOGPROBS_MAX = 20
+ANSWERS_MAX = 8  #: to one prompt: each is a sequence in the engine
+MESSAGES_MAX = 4096  #: turns or items in a body: a chat template goes through them one by one
+PARTS_MAX = 4096  #: in one content
+TOLD_CHARS_MAX = 64  #: in what a chat template is told
 
 _CLASSES = {"priority": Class.INTERACTIVE, "flex": Class.BULK}
 
@@ -146,6 +162,12 @@ def _part_text(number: int, part: object) -> str:
     return text
 
 
+def check_parts(content: Sized) -> None:
+    """A content has not too many parts."""
+    if len(content) > PARTS_MAX:
+        raise PydanticCustomError("content", "At most {most} parts are allowed, so join them", {"most": PARTS_MAX})
+
+
 def _content_text(content: object) -> str:
     """One string of whatever form a content has. Parts are joined by a newline, as vLLM does."""
     if content is None:
@@ -153,6 +175,7 @@ def _content_text(content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
+        check_parts(content)
         return "\n".join(_part_text(number, part) for number, part in enumerate(content))
     raise PydanticCustomError("content", "Input should be a string, null or a list of text parts")
 
@@ -258,7 +281,17 @@ Metadata = Annotated[
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 #: An object of the caller's own, bounded.
 Json = Annotated[dict[str, Any], AfterValidator(_bounded_json)]
-_Grammar = Annotated[Text, Field(min_length=1, max_length=GRAMMAR_CHARS_MAX)]
+
+
+def _compilable(schema: Any) -> Any:
+    if fault := schemas.fault(schema):
+        raise PydanticCustomError("schema", "{fault}", {"fault": fault})
+    return schema
+
+
+#: A JSON schema that answers are to keep to.
+Schema = Annotated[Json, AfterValidator(_compilable)]
+_Choice = Annotated[Text, Field(min_length=1, max_length=CHOICE_CHARS_MAX)]
 
 
 def without_nulls(body: Any) -> Any:
@@ -310,19 +343,21 @@ def _one_of_its_fields(schema: dict[str, Any]) -> None:
     ]
 
 
+#: Ways of vLLM's that no caller is trusted with.
+_RAW = frozenset(("regex", "grammar", "structural_tag"))
+
+
 class StructuredOutputs(BaseModel):
-    """vLLM's: what an answer must be like. One of its ways."""
+    """vLLM's: what an answer must be like. One of its ways, but for raw regular expressions and grammars."""
 
     model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_one_of_its_fields)
 
-    as_json: Annotated[Json, BeforeValidator(_decoded, json_schema_input_type=dict[str, Any] | str)] | None = Field(
+    as_json: Annotated[Schema, BeforeValidator(_decoded, json_schema_input_type=dict[str, Any] | str)] | None = Field(
         None, alias="json"
     )
-    regex: _Grammar | None = None
     choice: (
-        Annotated[list[_Grammar], Field(min_length=1, max_length=CHOICES_MAX), AfterValidator(_bounded_json)] | None
+        Annotated[list[_Choice], Field(min_length=1, max_length=CHOICES_MAX), AfterValidator(_bounded_json)] | None
     ) = None
-    grammar: _Grammar | None = None
     json_object: Literal[True] | None = None
 
     @model_validator(mode="before")
@@ -332,6 +367,9 @@ class StructuredOutputs(BaseModel):
         if not isinstance(asked, dict):
             return asked
         ways = {name: value for name, value in asked.items() if value is not False}
+        for name in _RAW & ways.keys():
+            # It would be compiled by the engine as it is, however long that takes.
+            raise PydanticCustomError("raw_grammar", "'{name}' is not taken; send 'json' or 'choice'", {"name": name})
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if len(ways) != 1 or not ways.keys() <= known:
             raise PydanticCustomError(
@@ -350,7 +388,7 @@ class _Schema(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
-    as_json: Json | None = Field(None, alias="schema")
+    as_json: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -375,18 +413,46 @@ class ResponseFormat(BaseModel):
         return {"json_object": True} if schema is None else {"json": schema}
 
 
-#: What a chat template is told by us alone.
-_OURS = frozenset(
-    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+#: What a caller may tell a chat template: how the model is to think, in the words of the models that ask for it. A
+#: template is a program, so that whatever else it looks at is ours to say.
+TEMPLATE_KNOBS = (
+    "clear_thinking",
+    "enable_thinking",
+    "preserve_thinking",
+    "reasoning_effort",
+    "thinking",
+    "thinking_budget",
 )
+_KnobForms = bool | Annotated[int, Field(ge=-1, le=INT32_MAX)] | Annotated[str, Field(max_length=TOLD_CHARS_MAX)]
 
 
-def _only_theirs(told: dict[str, Any]) -> dict[str, Any]:
-    for name in told:
-        if name in _OURS or name.endswith("_token") or not name.isidentifier():
-            shown = name.encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
-            raise PydanticCustomError("template", "'{name}' is not for a caller to tell the template", {"name": shown})
-    return told
+def _knob(told: object) -> object:
+    if isinstance(told, str) and len(told) <= TOLD_CHARS_MAX:
+        return well_formed(told)
+    if isinstance(told, int) and -1 <= told <= INT32_MAX:
+        return told
+    raise PydanticCustomError(
+        "template", "Input should be true, false, a count or a word of {most} characters", {"most": TOLD_CHARS_MAX}
+    )
+
+
+_Knob = Annotated[Any, BeforeValidator(_knob, json_schema_input_type=_KnobForms | None)]  # null is unset
+
+
+def _only_knobs(told: object) -> object:
+    for name in told if isinstance(told, dict) else ():
+        if name not in TEMPLATE_KNOBS:
+            shown = str(name).encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
+            raise PydanticCustomError(
+                "template",
+                "'{name}' is not for a caller to tell the template, only {known}",
+                {"name": shown, "known": ", ".join(TEMPLATE_KNOBS)},
+            )
+    return without_nulls(told)
+
+
+def _knobs_schema(schema: dict[str, Any]) -> None:
+    schema["propertyNames"] = {"enum": list(TEMPLATE_KNOBS)}
 
 
 class Asked(BaseModel):
@@ -444,7 +510,9 @@ class Body(Asked):
         BeforeValidator(_biases, json_schema_input_type=dict[str, Annotated[float, Field(ge=-100, le=100)]]),
     ] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
-    chat_template_kwargs: Annotated[Json, AfterValidator(_only_theirs)] = {}
+    chat_template_kwargs: Annotated[
+        dict[str, _Knob], BeforeValidator(_only_knobs), Field(json_schema_extra=_knobs_schema)
+    ] = {}
     store: bool = False
     parallel_tool_calls: bool = True
 
@@ -465,11 +533,25 @@ class Body(Asked):
         }
 
 
+#: Fields that have hurt engines, with what to do instead. No body of any API may have them; docs/security.md says why.
+HARMFUL: Mapping[str, str] = {
+    **dict.fromkeys(("prompt_embeds", "prompt_embeddings", "inputs_embeds"), "send the prompt as text or token ids"),
+    "chat_template": "the model's own is used, and 'chat_template_kwargs' says how it is to think",
+    "prompt_logprobs": "leave it out; 'logprobs' tells of the answer's tokens",
+    "logits_processors": "leave it out; 'logit_bias' makes tokens likelier",
+    **dict.fromkeys(
+        ("multi_modal_data", "mm_processor_kwargs", "media_io_kwargs", "image_url", "audio_url", "video_url"),
+        "send text, no media and no address is taken",
+    ),
+}
+
 #: Fields that change the answer and are not served yet, with the values that ask for nothing.
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
-    "chat_template": (),
+    "beam_width": (),
+    "length_penalty": (1.0, 1),
+    "early_stopping": (False,),
+    "best_of": (1,),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -506,6 +588,8 @@ def _refuse_unserved(name: str, value: object, unserved: Mapping[str, tuple[Any,
     if name.startswith("guided_"):
         # Ignored, it would give an answer that looks constrained and is not.
         raise not_served(name, "vLLM removed it; send structured_outputs or response_format")
+    if name in HARMFUL:
+        raise BadRequest(f"'{name}' is not taken: {HARMFUL[name]}.", param=name, code="unsupported_parameter")
     nothing = unserved.get(name)
     if nothing is None or any(type(value) is type(same) and value == same for same in nothing):
         return
@@ -535,12 +619,22 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return "".join(steps).lstrip(".").encode("ascii", "replace").decode()[:NAME_CHARS_MAX]
 
 
+def _money_spent(ending: Ending) -> MoneySpent:
+    if not ending.usage.output_tokens:
+        return MoneySpent(f"There is no answer: {ending.message}.") if ending.message else MoneySpent()
+    return MoneySpent(f"The answer ends here: {ending.message or 'its money is used up'}. What there is of it is paid.")
+
+
 def error_of(ending: Ending) -> ForebayError:
     """The error that an ending without an answer stands for."""
     message = ending.message or None
     match ending.outcome:
         case Outcome.EXPIRED:
             return Unavailable(message or "The request waited longer than its deadline. Retry shortly.", code="expired")
+        case Outcome.STOPPED:
+            return _money_spent(ending)
+        case Outcome.SHED:
+            return ClassShed()
         case Outcome.REFUSED:
             return BadRequest(message)
         case Outcome.WORKER_LOST:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal
 
-from core.errors import BadRequest, ForebayError, LimitReached
+from core.errors import BadRequest, ForebayError, KeyRevoked, LimitReached, MoneySpent, OrganisationSuspended
 from core.outlook import Starting
 from core.stream.frames import Logprob, Run, joined, kind_of
 from core.values import ANSWERED, Ending, Outcome, Usage
@@ -358,12 +358,13 @@ class ResponsesAnswer:
         return self.final
 
     def whole(self, runs: Iterable[Run], ending: Ending) -> Item:
-        """The whole answer as one object; of a cancelled one what was made until then.
+        """The whole answer as one object; of one that was cancelled, or money ended, what was made until then.
 
         Raises:
           ForebayError: it ended without an answer.
         """
-        if ending.outcome not in ANSWERED | {Outcome.CANCELLED}:
+        made = ending.outcome == Outcome.STOPPED and ending.usage.output_tokens
+        if not made and ending.outcome not in ANSWERED | {Outcome.CANCELLED}:
             raise error_of(ending)
         return self.so_far(runs, False, ending)
 
@@ -449,7 +450,10 @@ def last_number(runs: Iterable[Run], ended: bool) -> int:
 
 
 def _fault_code(error: ForebayError) -> str:
-    """A failed response has its own few codes, which SDKs know by heart."""
+    """A failed response has its own few codes, which SDKs know by heart; those of a key that may not go on, and of
+    money that is used up, are as anywhere, since no retry helps."""
+    if isinstance(error, KeyRevoked | OrganisationSuspended | MoneySpent):
+        return error.error_code or error.type
     if isinstance(error, LimitReached):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, BadRequest) else "server_error"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from web.dialects.draft import NAME_CHARS_MAX, Call, Message, Text, text_part
+from web.dialects.draft import NAME_CHARS_MAX, Call, Message, Text, check_parts, text_part
 
 Kept = dict[str, Any]
 
@@ -83,6 +83,7 @@ def _parts(content: object) -> object:
     if isinstance(content, str):
         return [content]
     if isinstance(content, list):
+        check_parts(content)
         return content
     raise PydanticCustomError("content", "Input should be a string, null or a list of text parts")
 

@@ -18,12 +18,13 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from core.errors import BadRequest, ForebayError
+from core.errors import BadRequest, ForebayError, MoneySpent
 from core.stream.frames import Kind, Run, kind_of
-from core.values import ANSWERED, Ending, Outcome, Sampling, Tools, Usage
-from web.dialects.choices import Piece
+from core.values import ANSWERED, DELIVERED, Ending, Outcome, Sampling, Tools, Usage
+from web.dialects.choices import Piece, with_partial
 from web.dialects.draft import (
     INT32_MAX,
+    MESSAGES_MAX,
     NAME_CHARS_MAX,
     STOP_CHARS_MAX,
     Call,
@@ -31,7 +32,9 @@ from web.dialects.draft import (
     Draft,
     Json,
     Message,
+    Schema,
     Text,
+    check_parts,
     described,
     error_of,
     needed,
@@ -136,6 +139,7 @@ def _blocks(content: object) -> object:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise PydanticCustomError("content", "Input should be a string or a list of blocks")
+    check_parts(content)
     return content
 
 
@@ -210,7 +214,7 @@ class _Thinking(_Part):
 
 class _Format(_Part):
     type: Literal["json_schema"]
-    as_json: Json = Field(alias="schema")
+    as_json: Schema = Field(alias="schema")
 
 
 class _OutputConfig(_Part):
@@ -228,7 +232,7 @@ class CountBody(_Part):
     model_config = ConfigDict(json_schema_extra=nullable)
 
     model: Annotated[Text, Field(min_length=1, max_length=NAME_CHARS_MAX)]
-    messages: Annotated[list[_Turn], Field(min_length=1)]
+    messages: Annotated[list[_Turn], Field(min_length=1, max_length=MESSAGES_MAX)]
     system: _SystemBlocks = []
     tools: Annotated[list[dict[str, Any]], described(list[_Tool]), Field(max_length=TOOLS_MAX)] = []
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
@@ -531,13 +535,16 @@ class MessagesAnswer:
         """The whole answer as one object.
 
         Raises:
-          ForebayError: it ended without an answer.
+          ForebayError: it ended without an answer; of one that money ended, with what was made of it.
         """
-        if ending.outcome not in ANSWERED:
+        if ending.outcome not in DELIVERED:
             raise error_of(ending)
         for run in runs:
             self.piece(run)
         content = [block.whole() for block in self._blocks]
+        if ending.outcome not in ANSWERED:
+            made = self._message(content, None, None, usage_object(ending.usage))
+            raise with_partial(error_of(ending), {"message": made}, ending)
         return self._message(content, *self._reason(ending), usage_object(ending.usage))
 
     def _message(
@@ -616,7 +623,10 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 def error_body(error: ForebayError, request_id: str) -> tuple[int, dict[str, Any]]:
     """An error's status and body, as Anthropic has them."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    if isinstance(error, MoneySpent):
+        kind = _ERROR_TYPES[402]
+    else:
+        kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
     return status_of(error.status), body
 

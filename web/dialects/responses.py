@@ -22,12 +22,13 @@ from core.values import Sampling, Tools
 from web.dialects.draft import (
     ECHO_CHARS_MAX,
     LOGPROBS_MAX,
+    MESSAGES_MAX,
     UNSERVED,
     Body,
     Count,
     Draft,
-    Json,
     Message,
+    Schema,
     Text,
     needed,
     nullable,
@@ -40,7 +41,7 @@ from web.dialects.tools import TOOLS_MAX, Function, FunctionName, tools_of
 #: No cursor is longer: digits.
 _CURSOR_DIGITS_MAX = 10
 
-_UNSERVED: dict[str, tuple[Any, ...]] = {**UNSERVED, "conversation": (), "prompt": ()}
+_UNSERVED: dict[str, tuple[Any, ...]] = {**UNSERVED, "n": (1,), "conversation": (), "prompt": ()}
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
 #: Of an item of an answer of ours.
@@ -129,7 +130,7 @@ class _Format(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: Text | None = None
-    as_json: Json | None = Field(None, alias="schema")
+    as_json: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -176,9 +177,11 @@ def _needs_input(schema: dict[str, Any]) -> None:
 class ResponsesBody(Body):
     model_config = ConfigDict(json_schema_extra=_needs_input)
 
-    input: Annotated[list[Item], BeforeValidator(_input, json_schema_input_type=str | list[Item])] = Field(
-        default_factory=list
-    )
+    input: Annotated[
+        list[Item],
+        Field(max_length=MESSAGES_MAX),
+        BeforeValidator(_input, json_schema_input_type=str | Annotated[list[Item], Field(max_length=MESSAGES_MAX)]),
+    ] = Field(default_factory=list)
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  #: of tools that a server runs, which there are none of

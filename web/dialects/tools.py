@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from core.errors import BadRequest
 from core.values import Tools
+from web.dialects import schemas
 from web.dialects.draft import Json, Text
 
 TOOLS_MAX = 128  #: functions in a request
@@ -38,7 +39,7 @@ def tools_of(
     """The functions that a model may call; None: none. `only`: of these.
 
     Raises:
-      BadRequest: it must call one that there is not.
+      BadRequest: it must call one that there is not, or one whose arguments are too dear to be kept to.
     """
     wanted = Tools(functions=tuple(functions), choice=choice, parallel=parallel)
     names = {function["name"] for function in functions}
@@ -49,8 +50,23 @@ def tools_of(
         raise BadRequest("Invalid 'tool_choice': there are no 'tools' to choose from.", param="tool_choice")
     if only:
         kept = tuple(function for function in functions if function["name"] in only)
-        return Tools(functions=kept, choice=choice, parallel=parallel)
-    return wanted if functions else None
+        wanted = Tools(functions=kept, choice=choice, parallel=parallel)
+    _check_compilable(wanted)
+    return wanted if wanted.functions else None
+
+
+def _check_compilable(tools: Tools) -> None:
+    """The engine makes a grammar of the functions that it must call, of strict ones, and of all where it may make one
+    call only; others are text to it, whatever they are."""
+    for function in tools.functions:
+        if _keeps_to(tools, function) and (fault := schemas.fault(function.get("parameters"))):
+            raise BadRequest(f"Invalid 'tools': the parameters of '{function['name']}': {fault}.", param="tools")
+
+
+def _keeps_to(tools: Tools, function: dict[str, Any]) -> bool:
+    if tools.named:
+        return bool(function["name"] == tools.named)
+    return tools.bound and (tools.forced or not tools.parallel or bool(function.get("strict")))
 
 
 def call_id(request_id: str, choice: int, call: int) -> str:

@@ -75,7 +75,7 @@ def _in_background(draft: Draft) -> Response:
     parts = gateway()
 
     def accept(request_id: str | None = None) -> dict[str, Any]:
-        accepted, g.reserved, queued = parts.backlog.accept(g.caller, draft, request_id)
+        accepted, g.left, queued = parts.backlog.accept(g.caller, draft, request_id)
         g.request_id = accepted.id
         return queued
 
@@ -115,13 +115,14 @@ def admit(draft: Draft) -> Admitted:
         admitted = gateway().admission.admit(g.caller, draft, transport)
     else:
         admitted = gateway().once.admit(g.caller, draft, transport, *once)
-    g.request_id, g.reserved, g.replayed = admitted.stream.request.id, admitted.reserved, admitted.replayed
+    g.request_id, g.left, g.replayed = admitted.stream.request.id, admitted.left, admitted.replayed
     return admitted
 
 
 def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., Iterable[bytes]]) -> Response:
     """Answer an accepted request, as it asked to be."""
     parts, stream = gateway(), admitted.stream
+    stream.reader = g.caller.key_id
     if draft.stream:
         return shown(stream, lines(stream, framing))
     return answer_whole(parts.admission, stream, framing.whole, parts.watch, keepalive_s=parts.keepalive_s)
@@ -129,7 +130,7 @@ def answer(admitted: Admitted, draft: Draft, framing: Any, lines: Callable[..., 
 
 def shown(stream: Stream, lines: Iterable[bytes]) -> Response:
     parts = gateway()
-    g.request_id = stream.request.id
+    g.request_id, stream.reader = stream.request.id, g.caller.key_id
     return sse(parts.admission, stream, lines, parts.watch)
 
 

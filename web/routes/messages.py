@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flask import Blueprint, Response, jsonify
+from flask import Blueprint, Response, g, jsonify
 
 from web.app import gateway
 from web.dialects import messages
@@ -33,7 +33,7 @@ def count_tokens() -> Response:
 
 
 def _counted(draft: Draft) -> int:
-    [prompt] = gateway().admission.prompts(draft)
+    [prompt] = gateway().admission.prompts(g.caller, draft)
     return len(prompt)
 
 

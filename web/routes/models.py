@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flask import Blueprint, Response, jsonify, request
+from flask import Blueprint, Response, g, jsonify, request
 
 from core.catalog import Model
 from core.errors import BadRequest, UnknownModel
 from web.app import gateway
+from web.auth import may_use
 
 blueprint = Blueprint("models", __name__)
 
@@ -20,7 +21,7 @@ PAGE, PAGE_MAX = 20, 1000
 
 @blueprint.get("/v1/models")
 def models() -> Response:
-    found, limit = list(gateway().catalog.values()), _limit()
+    found, limit = [model for name, model in gateway().catalog.items() if may_use(g.caller, name)], _limit()
     if _of_anthropic():
         return jsonify(_page(found, limit))
     return jsonify(object="list", data=[_object(model) for model in found])
@@ -29,7 +30,7 @@ def models() -> Response:
 @blueprint.get("/v1/models/<path:name>")
 def model(name: str) -> Response:
     found = gateway().catalog.get(name)
-    if found is None:
+    if found is None or not may_use(g.caller, name):
         raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model")
     return jsonify(_info(found) if _of_anthropic() else _object(found))
 

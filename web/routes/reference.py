@@ -14,7 +14,7 @@ import orjson
 from flask import Blueprint, Response, request
 
 from core.errors import NotFound
-from web.dialects import chat, completions, draft, embeddings, messages, responses
+from web.dialects import chat, completions, draft, embeddings, messages, nesting, responses, schemas
 from web.dialects.tools import TOOLS_MAX
 from web.reference import ASSETS, document, llms
 from web.routes import secrets, tokens
@@ -38,13 +38,17 @@ BODIES: dict[str, Any] = {
 LIMITS = {
     "body": f"{BODY_MAX // 2**20} MiB, within {UPLOAD_S:.0f} seconds",
     "context": "what `GET /v1/models` says of the model (`max_model_len`)",
-    "rate": "requests per minute and at once of a key, tokens per minute of an organisation: `GET /v1/key`, and the "
-    "`x-ratelimit-*` headers",
+    "rate": "requests and tokens per minute, requests at once, and money, of a key, its project and its organisation: "
+    "`GET /v1/key`, and the `x-ratelimit-*` headers",
     "answers (`n`)": str(draft.ANSWERS_MAX),
     "stop strings": str(draft.STOPS_MAX),
     "tools": f"{TOOLS_MAX}, at Anthropic's address {messages.TOOLS_MAX}",
     "embedding inputs": str(embeddings.INPUTS_MAX),
-    "JSON schemas": f"{draft.JSON_BYTES_MAX // 1024} KiB, {draft.JSON_DEPTH_MAX} levels",
+    "messages or items": str(draft.MESSAGES_MAX),
+    "nesting of a body": f"{nesting.DEPTH_MAX} levels",
+    "JSON schemas": f"{draft.JSON_BYTES_MAX // 1024} KiB, {draft.JSON_DEPTH_MAX} levels, {schemas.PROPERTIES_MAX} "
+    f"properties, {schemas.ENUM_MAX} values of enums, {schemas.PATTERNS_MAX} patterns of {schemas.PATTERN_CHARS_MAX} "
+    "characters without a repeat within a repeat",
 }
 
 PAGE = """<!doctype html>

@@ -61,7 +61,7 @@ def input_tokens() -> Response:
     """How many tokens the prompt of such a response has, with the conversation that it goes on from."""
     parts = gateway()
     draft = parts.history.continued(g.caller, responses.parse(body()))
-    counted = sum(map(len, parts.admission.prompts(draft)))
+    counted = sum(map(len, parts.admission.prompts(g.caller, draft)))
     return jsonify(object="response.input_tokens", input_tokens=counted)
 
 

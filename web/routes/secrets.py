@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from core.accounts import secrets
 from core.accounts.secrets import SECRET_MAX_S, SECRET_MIN_S, SECRET_S, Grant
-from core.errors import StoreDown, UnknownModel
+from core.errors import LimitReached, StoreDown, UnknownModel
 from core.redis import AWAY
 from web.app import gateway
+from web.auth import may_use
 from web.dialects.draft import NAME_CHARS_MAX, nullable, validated, without_nulls
 from web.transports.http import body
 
@@ -45,14 +46,19 @@ def create_secret() -> Response:
     """A new secret. It opens one socket, within a minute if nothing else is asked for."""
     given = body()
     asked = validated(SecretBody, without_nulls(given), {})
-    if asked.session.model and asked.session.model not in gateway().catalog:
-        raise UnknownModel(f"The model `{asked.session.model}` does not exist.", param="session.model")
+    if (name := asked.session.model) and not (name in gateway().catalog and may_use(g.caller, name)):
+        raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="session.model")
     secret = secrets.mint()
     grant = Grant(key_id=g.caller.key_id, model=asked.session.model)
     try:
-        gateway().store.run(secrets.give(secret, grant, asked.expires_after.seconds))
+        wait_ms = gateway().store.run(secrets.count(g.caller.org_id, g.caller.key_id, secret))
+        if not wait_ms:
+            gateway().store.run(secrets.give(secret, grant, asked.expires_after.seconds))
     except AWAY:
         raise StoreDown from None
+    if wait_ms:
+        message = f"This API key may be given {secrets.MINTED_MAX} client secrets in a minute."
+        raise LimitReached(message, retry_after_ms=wait_ms)
     session = {"type": "responses", "model": asked.session.model or None}
     response = jsonify(value=secret, expires_at=int(time.time()) + asked.expires_after.seconds, session=session)
     response.headers["Cache-Control"] = "no-store"

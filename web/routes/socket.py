@@ -12,7 +12,7 @@ from core.accounts.keys import KeyRecord
 from core.accounts.secrets import Grant
 from core.errors import BadRequest, Draining, UpgradeNeeded
 from web.app import Gateway, gateway
-from web.auth import SUBPROTOCOLS, check_origin, check_unexposed, credential, secret_of
+from web.auth import SUBPROTOCOLS, Policy, check_origin, check_unexposed, credential, secret_of
 from web.routes.generation import linger_ms
 from web.transports import safe_socket
 from web.transports.http import BODY_MAX
@@ -51,7 +51,7 @@ def check_handshake() -> None:
     check_unexposed([request.query_string.decode("latin-1"), *offered(request.environ)])
 
 
-def caller() -> KeyRecord:
+def caller(address: str) -> KeyRecord:
     """Who opens the socket: by a key in the header, or by a client secret among the subprotocols. Cookies say nothing.
 
     Raises:
@@ -60,8 +60,8 @@ def caller() -> KeyRecord:
     shown = credential(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
     secret = secret_of(offered(request.environ))
     if shown or secret is None:
-        return gateway().gate.authenticate(shown)
-    record, g.grant = gateway().gate.redeem(secret)
+        return gateway().gate.authenticate(shown, policy=Policy.SOCKET, address=address)
+    record, g.grant = gateway().gate.redeem(secret, address=address)
     return record
 
 

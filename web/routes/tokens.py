@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from flask import Blueprint, Response
+from flask import Blueprint, Response, g
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from core.catalog import Model
 from core.errors import BadRequest, UnknownModel
 from web import bounds
 from web.app import gateway
+from web.auth import may_use
 from web.dialects import chat
 from web.dialects.draft import NAME_CHARS_MAX, Text, TokenId, nullable, validated, without_nulls
 from web.render import Renderer
@@ -93,14 +94,14 @@ def detokenize() -> Response:
 
 def _of_chat(given: dict[str, Any]) -> list[int]:
     draft = chat.parse({name: given[name] for name in _CHAT if name in given})
-    [tokens] = gateway().admission.prompts(draft)
+    [tokens] = gateway().admission.prompts(g.caller, draft)
     return tokens
 
 
 def _model(name: str) -> tuple[Model, Renderer]:
     parts = gateway()
     model = parts.catalog.get(name)
-    if model is None:
+    if model is None or not may_use(g.caller, name):
         raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model")
     return model, parts.admission.renderers[name]
 

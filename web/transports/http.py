@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import gevent
-import msgspec
 import orjson
 from flask import Response, current_app, g, jsonify, request
 from gevent import monkey
 from gunicorn.http.errors import NoMoreData, ParseException
 
-from core.errors import BadFraming, BadRequest, ForebayError, RequestFailed, TooSlow, WrongForm
+from core.errors import BadFraming, ForebayError, RequestFailed, TooSlow, WrongForm
 from core.outlook import Starting
 from core.stream.frames import Run
 from core.telemetry import logs
 from core.values import Ending
 from web.admission import Admission
 from web.dialects import messages
+from web.dialects.nesting import decoded
 from web.stream import KEEPALIVE_S, Broken, Ended, Idle, Rest, Running, Stream, Text, Waiting
 from web.transports.edge import Client
 from web.transports.idempotency import fingerprint
@@ -51,18 +51,15 @@ def body() -> object:
     """The request's JSON body.
 
     Raises:
-      BadRequest: it is not JSON, broke off, or took too long. (One that is too large is refused by Flask:
-        MAX_CONTENT_LENGTH.)
+      BadRequest: it is not JSON, nested too deeply, broke off, or took too long. (One that is too large is refused by
+        Flask: MAX_CONTENT_LENGTH.)
     """
     if request.content_encoding not in (None, "", "identity") or request.mimetype.startswith("multipart/"):
         raise WrongForm
     raw = _uploaded()
     if (key := request.headers.get(ONCE)) is not None:
         g.once = (key, fingerprint(request.path, raw))
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise BadRequest(f"The body is not valid JSON: {e}.", code="invalid_json") from None
+    return decoded(raw)
 
 
 def _uploaded() -> bytes:
@@ -197,9 +194,10 @@ def is_anthropic(path: str) -> bool:
 
 def error_answer(error: ForebayError, path: str, request_id: str) -> tuple[int, dict[str, Any]]:
     """An error's status and body, in the words of the API that lives at a path."""
+    status, body = error.status, {"error": error.envelope()}
     if is_anthropic(path):
-        return messages.error_body(error, request_id)
-    return error.status, {"error": error.envelope()}
+        status, body = messages.error_body(error, request_id)
+    return status, {**error.partial, **body}
 
 
 class Lines:

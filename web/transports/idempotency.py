@@ -19,7 +19,6 @@ from typing import TypeVar
 from core.accounts.keys import KeyRecord
 from core.errors import BadRequest, ForebayError, Gone, KeyReused, LimitReached, NotFound, StoreDown, Unavailable
 from core.limits import idempotency
-from core.limits.counters import Reserved
 from core.limits.idempotency import FRESH_MS, READERS_MAX, Name, Taken
 from core.redis import AWAY, Store
 from core.telemetry import logs
@@ -39,8 +38,6 @@ KEY_CHARS_MAX = 255
 ADOPT_MS = 5_000
 #: How long a key is waited for that is about to stand for something else, seconds, and how often it is looked at.
 WAIT_S, LOOK_S = 30.0, 0.05
-
-_NOT_KNOWN = Reserved(requests_limit=None, requests_left=None, reset_ms=0)
 
 
 def checked(key: str) -> str:
@@ -209,7 +206,7 @@ class Once:
                 return None
             raise
         log.info("request_shown_again", request_id=reader.request_id)
-        return Admitted(stream, _NOT_KNOWN, 0, replayed=True)
+        return Admitted(stream, (), 0, replayed=True)
 
 
 def attach(admission: Admission, kept: Kept) -> Stream:

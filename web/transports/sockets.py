@@ -3,10 +3,12 @@
 The handler reads; what it starts is answered in greenlets of their own, one for each lane that is busy, and gone when
 there is no work. So a closed socket or a `response.cancel` is seen at once, whatever is being generated.
 
-`Sockets` looks after all of a process's connections once a second: pings, age, keys that were revoked, and their count.
+`Sockets` looks after all of a process's connections once a second: pings, age, what became of their keys, their count.
+Those of a key or an organisation that was stopped are ended sooner (web/stopping.py).
 
     1001  this gateway shuts down, or the connection is AGE_S old        the client connects again
-    1008  the key was revoked, or the client floods                      it does not
+    1008  key_revoked, invalid_api_key (it has expired),                 it does not
+          organisation_suspended, or the client floods
     1009  a message is too large                                         clients fall back to HTTP on exactly this code
     1011  a fault of ours                                                it connects again
     1012  the gateway ended in the middle of an answer, which goes on:   `response.resume` at another gateway
@@ -19,6 +21,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,22 +33,29 @@ from core.accounts.keys import KeyRecord
 from core.errors import (
     BadRequest,
     ForebayError,
+    KeyRevoked,
     LimitReached,
     NotAllowed,
+    OrganisationSuspended,
     RequestFailed,
     StoreDown,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
+from core.limits import headers, scopes
 from core.redis import AWAY, Store
 from core.telemetry import logs
-from web.admission import Admission, new_id
+from core.values import Limit
+from web.admission import Admission, Admitted, new_id
+from web.auth import may_use
 from web.dialects import commands, responses
 from web.dialects.commands import Cancel, Create, Refused, Resume, Steer
 from web.dialects.draft import Draft
 from web.dialects.events import ResponsesAnswer
 from web.dialects.framing import Comment, created_s
 from web.history import History
+from web.refusals import whose
 from web.stream import Stream
 from web.transports.http import events
 from web.transports.lanes import Conversation, Lane, Lanes, Recent
@@ -59,8 +69,12 @@ AGE_S, AGE_GRACE_S = 3600.0, 300.0
 SOCKETS_MAX = 9_000
 #: How many a key may have open, if the settings do not say.
 KEY_SOCKETS = 100
-#: How often the sockets are looked after, seconds. A revoked key's are closed by the second look.
+#: How often the sockets are looked after, seconds.
 LOOK_S = 1.0
+#: When to connect again where no seat is free, ms.
+GUESS_MS = 10_000
+#: How long the lanes of one that is stopped have to say so, before the connection does, seconds.
+STOP_S = 0.25
 
 _TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
@@ -88,7 +102,7 @@ class Socket:
         self._recent = Recent()
         self._lock = threading.Lock()
         self._running: dict[Lane, Stream] = {}
-        self._closed = False
+        self._closed = self._stopping = False
         self._opened_s, self._aged = time.monotonic(), False
 
     @property
@@ -115,6 +129,28 @@ class Socket:
         except (simple_websocket.ConnectionClosed, OSError):
             log.debug("socket_closed_first")
         self._leave()
+
+    def stop(self, error: ForebayError) -> None:
+        """Its key may not go on: each lane that is busy says so, then the connection, which is closed. Never waits; one
+        whose client takes none of it is closed when it is stopped again."""
+        why = error.error_code or error.type
+        if self._stopping:
+            self.close(POLICY, why)
+            return
+        self._closed = self._stopping = True
+        with self._lock:
+            self._lanes.clear()
+            running = list(self._running.values())
+        for stream in running:
+            stream.break_off(error)
+        threading.Thread(target=self._stop, args=(error, why), name="socket-stops", daemon=True).start()
+
+    def _stop(self, error: ForebayError, why: str) -> None:
+        until_s = time.monotonic() + STOP_S
+        while self._running and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self._send_quietly(commands.error_frame(error))
+        self.close(POLICY, why)
 
     def tend(self, now_s: float) -> None:
         """Ping it, and end it when it is too old. Called now and then; never waits."""
@@ -225,11 +261,13 @@ class Socket:
                 unstored = msgspec.structs.replace(draft, store=False)
                 self._tell(ResponsesAnswer(request_id, unstored, created_s(request_id)).warmed(), lane, turn)
                 return
-            stream = self.admission.admit(self.caller, self._to_store(draft, earlier), "websocket").stream
+            admitted = self.admission.admit(self.caller, self._to_store(draft, earlier), "websocket")
         except ForebayError:
             self._recent.failed(lane, create.draft.previous)
             raise
-        self._show(stream, events(stream, self.history.framing(stream, draft)), lane, turn)
+        stream = admitted.stream
+        said = chain(_left(admitted), events(stream, self.history.framing(stream, draft)))
+        self._show(stream, said, lane, turn)
 
     def _prepared(self, draft: Draft) -> tuple[Draft, Conversation]:
         """The draft with the conversation that it goes on from, and that conversation: of this connection, or stored.
@@ -257,7 +295,7 @@ class Socket:
     def _check_model(self, name: str) -> None:
         if self.model not in ("", name):
             raise NotAllowed(f"This connection's client secret is for the model `{self.model}` only.", param="model")
-        if name not in self.admission.catalog:
+        if name not in self.admission.catalog or not may_use(self.caller, name):
             raise UnknownModel(f"The model `{name}` does not exist, or this key may not use it.", param="model")
 
     def _show(
@@ -267,6 +305,7 @@ class Socket:
         lane: Lane,
         turn: tuple[Conversation, Draft] | None = None,
     ) -> None:
+        stream.reader = self.caller.key_id
         with self._lock:
             self._running[lane] = stream
         try:
@@ -308,6 +347,13 @@ class Socket:
             log.debug("answer_unheard")
 
 
+def _left(admitted: Admitted) -> Iterator[dict[str, Any]]:
+    """What is left of its limits, as OpenAI tells it on a socket, before anything of the response."""
+    event = headers.event(admitted.left, "event_" + new_id().replace("-", ""))
+    if event is not None:
+        yield event
+
+
 class Sockets:
     """The open connections of one gateway process."""
 
@@ -327,19 +373,32 @@ class Sockets:
         """Take a seat for a socket that is about to be opened. It is given back by `discard`, or in SEAT_MS.
 
         Raises:
-          LimitReached: the key has as many as it may.
+          LimitReached: its key, project or organisation has as many as it may.
           Unavailable: this process has.
           StoreDown: nobody can tell.
         """
         if len(self._open) >= self.most:
             raise Unavailable("This gateway has as many WebSockets as it can hold. Retry shortly.")
-        seat = new_id()
+        seat, most = new_id(), self._most(caller)
         try:
-            if self.store.run(sockets.sit(caller.key_id, seat, self.key_sockets)):
-                return seat
+            full = self.store.run(sockets.sit(caller.org_id, seat, most))
         except AWAY:
             raise StoreDown from None
-        raise LimitReached(f"This key may have {self.key_sockets} WebSockets open.", retry_after_ms=10_000)
+        if full is None:
+            return seat
+        raise LimitReached(
+            f"{whose(Limit(scope=full), '')} may have {most[full]} WebSockets open, and has. Connect again when one is "
+            "closed; nobody knows when that is, and `retry-after` is a guess.",
+            retry_after_ms=GUESS_MS,
+            headers={"x-limit-scope": headers.kind(full)},
+        )
+
+    def _most(self, caller: KeyRecord) -> dict[str, int | None]:
+        """How many each scope of a caller may have. A key always has a bound."""
+        told = {limit.scope: limit.connections for limit in caller.limits}
+        most = {scope: told.get(scope) for scope in _scopes(caller)}
+        key = next(iter(most))
+        return {**most, key: self.key_sockets if most[key] is None else most[key]}
 
     def add(self, socket: Socket) -> None:
         self._open.add(socket)
@@ -349,10 +408,11 @@ class Sockets:
 
     def discard(self, socket: Socket) -> None:
         self._open.discard(socket)
+        caller = socket.caller
         try:
-            self.store.run(sockets.leave(socket.caller.key_id, socket.seat))
+            self.store.run(sockets.leave(caller.org_id, _scopes(caller), socket.seat))
         except AWAY:
-            log.info("seat_kept", key_id=socket.caller.key_id)  # for SEAT_MS
+            log.info("seat_kept", key_id=caller.key_id)  # for SEAT_MS
 
     def _keep(self) -> None:
         while True:
@@ -372,22 +432,48 @@ class Sockets:
         """
         for socket in self:
             socket.tend(now_s)
+        self._check_keys()
+        if now_s - self._stayed_s >= sockets.STAY_S:
+            self._stay()
+            self._stayed_s = now_s
+
+    def _check_keys(self) -> None:
+        """The limits of each are those of now, and so is what it may do."""
         by_key: dict[str, list[Socket]] = {}
         for socket in self:
             by_key.setdefault(socket.caller.key_id, []).append(socket)
-        self._check_keys(by_key)
-        if now_s - self._stayed_s >= sockets.STAY_S:
-            self.store.run_all([sockets.stay(key_id, [one.seat for one in some]) for key_id, some in by_key.items()])
-            self._stayed_s = now_s
-
-    def _check_keys(self, by_key: dict[str, list[Socket]]) -> None:
         records = self.store.run_all([keys.read(key_id) for key_id in by_key])
-        now_ms = time.time_ns() // 1_000_000
         for record, some in zip(records, by_key.values(), strict=True):
-            for socket in some if record is not None else ():
+            if record is None:
+                continue
+            error = _stopped(record)
+            for socket in some:
                 socket.caller = record
-                if not record.usable(now_ms):
-                    socket.close(POLICY, "the API key was revoked, or has expired")
+                if error is not None:
+                    socket.stop(error)
+
+    def _stay(self) -> None:
+        """Say of all that they are open: one call an organisation."""
+        open_in: dict[str, dict[str, list[str]]] = {}
+        for socket in self:
+            seats = open_in.setdefault(socket.caller.org_id, {})
+            for scope in _scopes(socket.caller):
+                seats.setdefault(scope, []).append(socket.seat)
+        self.store.run_all([sockets.stay(org_id, seats) for org_id, seats in open_in.items()])
+
+
+def _scopes(caller: KeyRecord) -> tuple[str, ...]:
+    """Where its sockets are counted, narrowest first."""
+    return scopes.of_key(caller.key_id), scopes.of_project(caller.project_id), scopes.ORGANISATION
+
+
+def _stopped(record: KeyRecord) -> ForebayError | None:
+    """What ends the sockets of a key; None: it is good."""
+    if record.revoked:
+        return KeyRevoked()
+    if record.suspended:
+        return OrganisationSuspended()
+    return None if record.usable(time.time_ns() // 1_000_000) else Unauthenticated("This API key has expired.")
 
 
 def _encoded(items: list[Any]) -> bytes:
