@@ -22,11 +22,12 @@ test: setup  ## run every test (ARGS='-k name' to choose)
 	@$(BIN)/python ops/prepare.py clients
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: setup  ## lint, format, types, import contracts: seconds
+check: setup  ## lint, format, types, import contracts, security floors: seconds
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m pytest -q -n0 tests/test_security_floors.py
 
 bench: setup  ## run a benchmark (NAME=stream)
 	@$(BIN)/forebay bench $(or $(NAME),stream) --json -

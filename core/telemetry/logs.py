@@ -1,7 +1,7 @@
 """Logs: one JSON object a line on standard error, with a sentence for people and a stable `event` name for machines.
 
-Prompts, outputs and secrets are never logged. `bound(request_id=…)` binds an id to everything inside it,
-`bind` to all the rest of an asyncio task or thread.
+Prompts, outputs and secrets are never logged; a key that a caller put where names are logged is cut short.
+`bound(request_id=…)` binds an id to everything inside it, `bind` to all the rest of an asyncio task or thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import orjson
 import structlog
 from structlog.contextvars import bind_contextvars as bind
 from structlog.contextvars import bound_contextvars as bound
+
+from core.errors import without_secrets
 
 __all__ = ["bind", "bound", "get", "set_up"]
 
@@ -52,7 +54,7 @@ def set_up(process: str, level: str = "INFO") -> None:
 
 
 def _json(record: dict[str, Any], **_: Any) -> str:
-    return orjson.dumps(record, default=repr).decode()
+    return without_secrets(orjson.dumps(record, default=repr).decode())
 
 
 def get(name: str) -> Any:

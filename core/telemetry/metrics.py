@@ -25,6 +25,9 @@ tasks_ended = Counter(
 requests_preempted = Counter(
     "forebay_requests_preempted_total", "Requests handed back for something more urgent", ["model"]
 )
+limits_debt_tokens = Counter(
+    "forebay_limits_debt_tokens_total", "Tokens of streams beyond their limits, which new requests wait for", ["model"]
+)
 responses_kept = Counter("forebay_responses_kept_total", "Responses stored before their clients had the end")
 responses_unkept = Counter(
     "forebay_responses_unkept_total", "Responses that should have been stored, while the database was away or slow"
@@ -33,6 +36,10 @@ background_fed = Counter("forebay_background_fed_total", "Background work put on
 loops_failed = Counter("forebay_loops_failed_total", "Background loops that failed and were started again", ["loop"])
 usage_ingested = Counter("forebay_usage_ingested_total", "Usage entries written to Postgres")
 usage_waiting = Gauge("forebay_usage_waiting_entries", "Usage entries not yet in Postgres", ["model"])
+money_drift_units = Gauge(
+    "forebay_money_drift_units",
+    "Largest difference, in 1e-10 of a currency, between what a lease of money says and the ledger, found twice",
+)
 queue_waiting = Gauge("forebay_queue_waiting_requests", "Requests that wait", ["model", "cls"])
 queue_oldest_seconds = Gauge("forebay_queue_oldest_seconds", "How long the longest waiter has waited", ["model"])
 fleet_workers = Gauge("forebay_fleet_workers", "Workers", ["model", "state"])

@@ -49,6 +49,7 @@ def slow(_slow: Platform) -> Iterator[Platform]:
     platforms.until(lambda: len(_slow.workers()) == 1, "its worker")
     yield _slow
     _slow.quiet()
+    platforms.until(_slow.money_agrees, "Redis and Postgres to agree about money", 5)
 
 
 @pytest.fixture
@@ -57,3 +58,4 @@ def platform(_platform: Platform) -> Iterator[Platform]:
     platforms.until(lambda: len(_platform.workers()) == 2, "two workers")
     yield _platform
     _platform.quiet()
+    platforms.until(_platform.money_agrees, "Redis and Postgres to agree about money", 5)

@@ -49,7 +49,16 @@ def costs_nothing(platform: Platform) -> Any:
         ({"max_tokens": 10**6}, 400, "max_tokens"),
         ({"temperature": 9}, 400, "temperature"),
         ({"stream": "yes"}, 400, "stream"),
-        ({"n": 17}, 400, "n"),
+        ({"n": 9}, 400, "n"),
+        ({"min_tokens": 4}, 400, "min_tokens"),
+        ({"prompt_embeds": "AAAA"}, 400, "prompt_embeds"),
+        ({"prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
+        ({"structured_outputs": {"regex": "(a+)+$"}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"json": {"pattern": "(a+)+$"}}}, 400, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"$ref": "http://a/b"}}}, 400, "structured_outputs.json"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
     ],
 )
@@ -59,7 +68,9 @@ def test_a_bad_field_is_named(platform: Platform, changed: dict[str, Any], statu
     assert (answer.status_code, envelope(answer)["param"]) == (status, param)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}'])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', b"[" * 900 + b"]" * 900]
+)
 def test_what_is_not_a_json_object_is_refused(platform: Platform, raw: bytes) -> None:
     answer = requests.post(
         platform.url + CHAT, data=raw, headers={"Authorization": f"Bearer {platform.key}"}, timeout=10
@@ -128,6 +139,12 @@ def test_a_socket_is_refused_before_the_upgrade(platform: Platform) -> None:
     ("frame", "code"),
     [
         ("not json", "invalid_json"),
+        ('{"a":' * 100_000, "invalid_json"),
+        ('{"a":' * 500 + "1" + "}" * 500, "invalid_json"),
+        (
+            '{"type": "response.create", "model": "scripted", "input": "x", "prompt_embeds": "x"}',
+            "unsupported_parameter",
+        ),
         ('{"type": "response.dance"}', "unknown_event"),
         ('{"type": "response.create", "model": "nothing", "input": "x"}', "model_not_found"),
         ('{"type": "response.create", "model": "scripted"}', "missing_required_parameter"),
