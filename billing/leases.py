@@ -157,8 +157,8 @@ class Leases:
     def _running(self, org_id: str, scope: str) -> int | None:
         """What requests that run have been charged, in units. None: they are too many."""
         total = 0
-        for page in range(-(-RUNNING_MAX // counters.SWEEP_PAGE)):
-            ids = self.limits.run(counters.open_before(org_id, 2**53, page=page))
+        for seen in range(0, RUNNING_MAX, counters.SWEEP_PAGE):
+            ids = self.limits.run(counters.open_before(org_id, 2**53, skip=seen))
             charged: list[int] = self.limits.run_all([_charged(org_id, one, scope) for one in ids])
             total += sum(charged)
             if len(ids) < counters.SWEEP_PAGE:

@@ -165,18 +165,16 @@ class Clock:
             organisations = [organisation.id for organisation in tenants.organisations(connection)]
         before_ms = self.limits.run(NOW_MS) - counters.SWEEP_MS
         for org_id in organisations:
-            page = 0
-            while ids := self.limits.run(counters.open_before(org_id, before_ms, page=page)):
-                for request_id in ids:
-                    self._sweep(org_id, request_id)
-                page += 1
+            kept = 0
+            while ids := self.limits.run(counters.open_before(org_id, before_ms, skip=kept)):
+                kept += sum(not self._sweep(org_id, request_id) for request_id in ids)
 
-    def _sweep(self, org_id: str, request_id: str) -> None:
-        """What the queue knows and has not ended keeps its hold, however old it is."""
+    def _sweep(self, org_id: str, request_id: str) -> bool:
+        """Whether it is open no more. What the queue knows and has not ended keeps its hold, however old it is."""
         held = self.limits.run(counters.held_for(org_id, request_id))
         if held is None:
             self.limits.run(counters.forget(org_id, request_id))
-            return
+            return True
         models = [held.model] if held.model else list(self.models)  # one that was taken up does not say
         seen = self.store.run_all([Queue(model).peek(request_id) for model in models])
         known = next((one for one in seen if one.state != "unknown"), None)
@@ -189,6 +187,7 @@ class Clock:
             log.warning("settle_made_again", request_id=request_id)
             billed = known.ending.outcome in BILLED
             self.limits.run(counters.settle(org_id, request_id, held.scopes, known.ending.usage, billed=billed))
+        return known is None or known.ending is not None
 
     # --- what is kept for customers
 

@@ -175,6 +175,13 @@ class Platform:
 
     # --- the processes
 
+    def answers(self) -> bool:
+        """Every gateway does."""
+        try:
+            return all(requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok for port in self.ports)
+        except requests.ConnectionError:
+            return False
+
     def workers(self) -> list[fleet.Worker]:
         return [row for row in self.store.run(fleet.workers(MODEL)) if row.state == "ready"]
 

@@ -114,18 +114,21 @@ class Limiter:
                 try:
                     known = request.id in self._doubtful and (self._give_up(request) or age_s > ON_ITS_WAY_S)
                 except (*AWAY, RedisError):  # whoever asks for something tells of it
-                    known = age_s > DOUBT_S
+                    if age_s < DOUBT_S:
+                        break  # those after it are younger
+                    known = True
                 if known:
                     self._doubtful.pop(request.id, None)
         self._giving_up = False
 
     def _give_up(self, request: Request) -> bool:
-        """Whether it was open. Who asks under this id again is not let in by what was."""
+        """Whether it was open. Who asks under this id again is not let in by what was. Beside whoever probes a store
+        that is away, in nobody's place."""
         caller = request.caller
         named = scopes.names(request.scopes, caller.key_id)
-        was_open = self._run(counters.settle(caller.org_id, request.id, named, Usage(), billed=False, forgo=True))
+        was_open = self.store.run(counters.settle(caller.org_id, request.id, named, Usage(), billed=False, forgo=True))
         if was_open:
-            self._run(counters.unknown(caller.org_id, request.id))
+            self.store.run(counters.unknown(caller.org_id, request.id))
         return was_open
 
     def settle(self, request: Request, usage: Usage, *, billed: bool, forgo: bool = False) -> None:

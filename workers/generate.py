@@ -398,7 +398,8 @@ class Generator:
             usage = held.usage if held.usage.output_tokens else Usage()  # else the engine was not asked for anything
             finished = Finished(outcome=Outcome.STOPPED, usage=usage, message=ending_of(lead))
         except EngineRefused as e:
-            finished = Finished(outcome=Outcome.REFUSED, message=str(e))
+            usage = held.usage if held.usage.output_tokens else Usage()  # broken off in the middle it counts, unpaid
+            finished = Finished(outcome=Outcome.REFUSED, usage=usage, message=str(e))
         except Differs:
             log.error("read_differently", cut=begun.cut)
             finished = Finished(

@@ -223,9 +223,9 @@ def used(org_id: str, limits: Sequence[Limit]) -> Call[list[Used]]:
     )
 
 
-def open_before(org_id: str, at_ms: int, *, page: int = 0) -> Call[list[str]]:
-    """Requests reserved before `at_ms` whose holds are open, oldest first, SWEEP_PAGE of them."""
-    words = ("ZRANGEBYSCORE", _open(org_id), "-inf", at_ms, "LIMIT", page * SWEEP_PAGE, SWEEP_PAGE)
+def open_before(org_id: str, at_ms: int, *, skip: int = 0) -> Call[list[str]]:
+    """Requests reserved before `at_ms` whose holds are open, oldest first; after the first `skip`, SWEEP_PAGE of them."""
+    words = ("ZRANGEBYSCORE", _open(org_id), "-inf", at_ms, "LIMIT", skip, SWEEP_PAGE)
     return command(*words, reply=lambda raw: [one.decode() for one in raw])
 
 

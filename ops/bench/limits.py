@@ -28,7 +28,7 @@ import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from core.limits.counters import (
     Refused,
     Report,
     Reserved,
+    hold_key,
     open_before,
     progress,
     reserve,
@@ -220,7 +221,7 @@ def race(
         calls = int(store.client.info("commandstats")["cmdstat_evalsha"]["calls"])
         lines = clients.lines()
         _sweep(store, lines)
-        return _judged(store, lines, int(calls / (time.time() - t0_ms / 1000)), kills)
+        return _judged(store, _with_debt(store, lines), int(calls / (time.time() - t0_ms / 1000)), kills)
     finally:
         clients.stop()
         store.close()
@@ -277,6 +278,20 @@ def _sweep(store: Store, lines: Sequence[Line]) -> None:
             store.client.hget(f"f1:{{org:{ORG}}}:hold:{name}", "scopes").decode().split(",")
         )
         store.run(settle(ORG, name, its, usage, billed=False))
+
+
+def _with_debt(store: Store, lines: Sequence[Line]) -> list[Line]:
+    """The debt that a hold states and its client did not live to write down goes with the last that it wrote."""
+    untold = Tally({line.request_id: 0 for line in lines})
+    for name in untold:
+        untold[name] = int(store.client.hget(hold_key(ORG, name), "debt") or 0)
+    for line in lines:
+        untold[line.request_id] -= line.debt
+    last = {line.request_id: n for n, line in enumerate(lines)}
+    return [
+        replace(line, debt=line.debt + untold[line.request_id]) if last[line.request_id] == n else line
+        for n, line in enumerate(lines)
+    ]
 
 
 def _judged(store: Store, lines: Sequence[Line], calls_per_s: int, kills: int) -> Race:

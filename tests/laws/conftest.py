@@ -54,8 +54,9 @@ def slow(_slow: Platform) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(_platform: Platform) -> Iterator[Platform]:
-    """The platform, with both its workers ready; afterwards nothing may be left in it."""
+    """The platform, with both its gateways and workers ready; afterwards nothing may be left in it."""
     platforms.until(lambda: len(_platform.workers()) == 2, "two workers")
+    platforms.until(_platform.answers, "both gateways")  # the test before may have killed one
     yield _platform
     _platform.quiet()
     platforms.until(_platform.money_agrees, "Redis and Postgres to agree about money", 5)

@@ -257,10 +257,10 @@ def test_many_at_the_last_cent_spend_it_and_no_more(payer: Payer) -> None:
     with ThreadPoolExecutor(16) as pool:
         results = Counter(pool.map(one, range(16)))
 
-    assert results["ok"] and results[SPENT] > 8
+    assert results[SPENT] > 8, results
     [account] = until(lambda: [one for one in accounts_of(payer) if not one.held], "nothing to be held")
     payer.quiet()
-    assert account.spent <= balances.units_up(budget)
+    assert balances.units_up(budget) / 2 < account.spent <= balances.units_up(budget)
     assert accounts_of(payer) == [account]
 
 

@@ -1006,6 +1006,7 @@ async def test_one_answer_that_is_refused_or_breaks_ends_them_all(worker: Worker
         await worker.until(lambda: worker.engine.stats().running == 0 and not worker.publisher._streams)
 
     assert [(one.outcome, one.message) for one in endings] == [("refused", "not this one"), ("failed", "it broke")]
+    assert all(one.usage.output_tokens >= 10 for one in endings), "what was made before that counts against limits"
 
 
 @on_loop

@@ -28,6 +28,7 @@ COUNT_MAX = 100_000  #: in minLength, maxItems and their like
 PATTERNS_MAX = 32
 PATTERN_CHARS_MAX = 256
 ATOMS_MAX = 1024  #: of a pattern with its counted repeats written out: they take some 40 ms to compile
+TRIALS_MAX = 1024  #: of a pattern, and of all in a schema together
 REFERENCES_MAX = 256
 REFERENCE_DEPTH_MAX = 32  #: what is referred to refers on
 WRITTEN_OUT_MAX = 20_000  #: objects of a schema with its references written out
@@ -85,8 +86,8 @@ def _patterns(node: Mapping[str, Any]) -> list[str]:
 
 
 _TOKEN = re.compile(
-    r"\\(?P<escaped>.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?P<extended>\?:?)?|(?P<repeat>[*+?]|\{(?P<least>\d+)(?P<comma>,?)"
-    r"(?P<most>\d*)\})|(?P<anchor>[\^$])|.",
+    r"\\(?P<escaped>u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[uUpP]\{[^}]*\}|c[A-Za-z]|0[0-7]{0,2}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]"
+    r"|\((?P<extended>\?:?)?|(?P<repeat>[*+?]|\{(?P<least>\d+)(?P<comma>,?)(?P<most>\d*)\})|(?P<anchor>[\^$])|.",
     re.DOTALL,
 )
 
@@ -97,23 +98,67 @@ class _Piece:
 
     atoms: int = 0
     loose: bool = False  #: it holds a repeat whose number is not fixed
+    endless: bool = False  #: it holds one without end
+    parted: bool = True  #: each of its branches, so far, has a part that is always there and not repeated: a separator
+    ranges: int = 0  #: parts whose length may differ by two and more, though not without end
+    spread: int = 0  #: by how much they differ, together
+    branch: int = 0  #: atoms of the branch that is open
+    part: bool = False  #: the open branch has a separator
+    shortest: int = ATOMS_MAX + 1  #: of the branches that are not open
+    longest: int = 0
+
+    def end_branch(self) -> None:
+        """It is over here, or another follows."""
+        self.parted &= self.part
+        self.shortest, self.longest = min(self.shortest, self.branch), max(self.longest, self.branch)
+        self.branch, self.part = 0, False
+
+    def differ(self, atoms: int) -> None:
+        """The length of a part of it may differ by so much."""
+        if atoms > 1:
+            self.ranges, self.spread = self.ranges + 1, self.spread + atoms
+
+    def add(self, piece: _Piece, copies: int = 1) -> None:
+        """It holds another, so often."""
+        self.atoms, self.branch = self.atoms + copies * piece.atoms, self.branch + copies * piece.atoms
+        self.ranges, self.spread = self.ranges + copies * piece.ranges, self.spread + copies * piece.spread
+        self.loose, self.endless = self.loose or piece.loose, self.endless or piece.endless
+
+    @property
+    def trials(self) -> int:
+        """How many ways there may be to be somewhere in it: each range beside each other one."""
+        return self.spread * max(self.ranges - 1, 0)
 
 
 def pattern_fault(pattern: str) -> str | None:
     """What is too dear about a regular expression; None: nothing."""
-    if len(pattern) > PATTERN_CHARS_MAX:
-        return f"A pattern has {len(pattern)} characters; {PATTERN_CHARS_MAX} are allowed, so check the text yourself"
+    return _measured(pattern)[1]
+
+
+def _measured(pattern: str) -> tuple[_Piece, str | None]:
+    """What it comes to, and what is too dear about it."""
     scan = _Scan()
+    whole = scan.open[0]
+    if len(pattern) > PATTERN_CHARS_MAX:
+        return whole, f"A pattern has {len(pattern)} characters; {PATTERN_CHARS_MAX} are allowed, so check it yourself"
     for token in _TOKEN.finditer(pattern):
         if found := scan.take(token):
-            return found
+            return whole, found
         if sum(piece.atoms for piece in scan.open) > ATOMS_MAX:
-            return f"A pattern has more than {ATOMS_MAX} atoms with its repeats written out; use smaller counts"
-    return _MALFORMED if len(scan.open) > 1 else None
+            return whole, f"A pattern has more than {ATOMS_MAX} atoms with its repeats written out; use smaller counts"
+    if len(scan.open) > 1:
+        return whole, _MALFORMED
+    whole.end_branch()
+    whole.differ(whole.longest - whole.shortest)
+    return whole, _RANGES if whole.trials > TRIALS_MAX else None
 
 
 _MALFORMED = "A pattern is no well-formed regular expression; mend it or leave it out"
-_NESTED = "A pattern has a repeat within a repeat, such as '(a+)+'; write it with one, such as 'a+'"
+_NESTED = (
+    "A pattern has a repeat within a repeat and nothing that parts them, such as '(a+)+'; write it with one, such as "
+    "'a+', or with what is between, such as '(a+,)+'"
+)
+_RANGES = "A pattern has too many wide ranges, such as '{0,99}', in or beside each other; use fixed counts, or '*'"
 _LOOKS = "A pattern looks around or back, or names a group; use plain groups, '(…)' or '(?:…)', and no references"
 
 
@@ -122,7 +167,7 @@ class _Scan:
 
     def __init__(self) -> None:
         self.open = [_Piece()]  #: the groups, the innermost last
-        self.last: _Piece | None = None
+        self.last: _Piece | None = None  #: what was read last, and may be repeated
         self._repeated = False  #: a repeat was the last token, which a "?" makes lazy
 
     def take(self, token: re.Match[str]) -> str | None:
@@ -130,54 +175,59 @@ class _Scan:
         text = token[0]
         if token["repeat"]:
             return None if text == "?" and repeated else self._repeat(token)
+        self._settle()
         if text.startswith("("):
             self.open.append(_Piece())
-            self.last = None
             return _LOOKS if token["extended"] == "?" else None
         if text == ")":
             return self._close()
-        if token["escaped"] and token["escaped"] in "123456789k":
+        if text == "|":
+            self.open[-1].end_branch()
+        elif token["escaped"] and token["escaped"] in "123456789k":
             return _LOOKS
-        if token["anchor"] or text == "|":
-            self.last = None
-            return None
-        self.last = _Piece(1)
-        self.open[-1].atoms += 1
-        return _MALFORMED if text == "[" or text == "\\" else None
+        elif not token["anchor"] and token["escaped"] not in ("b", "B"):
+            self.last = _Piece(1)
+            self.open[-1].add(self.last)
+        return _MALFORMED if text in ("[", "\\") else None
+
+    def _settle(self) -> None:
+        """What was read last is not repeated."""
+        self.open[-1].part |= self.last is not None and self.last.parted
+        self.last = None
 
     def _close(self) -> str | None:
         if len(self.open) == 1:
             return _MALFORMED
-        self.last = self.open.pop()
-        self.open[-1].atoms += self.last.atoms
-        self.open[-1].loose |= self.last.loose
+        piece = self.last = self.open.pop()
+        piece.end_branch()
+        piece.differ(piece.longest - piece.shortest)
+        self.open[-1].add(piece)
         return None
 
     def _repeat(self, token: re.Match[str]) -> str | None:
-        piece = self.last
+        piece, whole = self.last, self.open[-1]
         if piece is None:
             return _MALFORMED
-        times, fixed = _times(token)
-        if piece.loose and times != 1:
+        least, most = _times(token)
+        if not piece.parted and (piece.loose if most is None else piece.endless and most > 1):
             return _NESTED
-        whole = self.open[-1]
-        whole.atoms += piece.atoms * (max(times, 1) - 1)
-        whole.loose |= not fixed
+        copies = max(least, 1) if most is None else most
+        whole.add(piece, max(copies, 1) - 1)
+        whole.loose, whole.endless = whole.loose or least != most, whole.endless or most is None
+        whole.differ(0 if most is None else (most - least) * piece.atoms)
+        whole.part |= piece.parted and least == most and least > 0
         self.last, self._repeated = None, True
         return None
 
 
-def _times(token: re.Match[str]) -> tuple[int, bool]:
-    """How often at most, as far as it is written out (0: without end), and whether that is the only number."""
+def _times(token: re.Match[str]) -> tuple[int, int | None]:
+    """How often at least and at most; None: without end. No more than is refused anyway."""
     if token["least"] is None:
-        return (1 if token[0] == "?" else 0), False
+        return int(token[0] == "+"), 1 if token[0] == "?" else None
     least = min(int(token["least"][:9]), ATOMS_MAX + 1)
     if not token["comma"]:
-        return least, True
-    if not token["most"]:
-        return max(least, 1) if least > 1 else 0, False
-    most = min(int(token["most"][:9]), ATOMS_MAX + 1)
-    return most, most == least
+        return least, least
+    return least, min(int(token["most"][:9]), ATOMS_MAX + 1) if token["most"] else None
 
 
 # --- references

@@ -41,7 +41,12 @@ for _, one in ipairs(scopes) do
   end
 end
 call('ZREM', KEYS[2], ARGV[1])
-call('HSET', KEYS[1], 'state', 'settled', 'held_in', 0, 'held_out', 0, 'left', 0, 'charged_in', hold.charged_in, 'charged_out',
-  hold.charged_out, 'money', cost, 'money_held', 0, 'debt', hold.debt)
+if remember_s == ARGV[7] then -- of what no money bound, a repeat need know no more than that it was settled
+  call('DEL', KEYS[1])
+  call('HSET', KEYS[1], 'state', 'settled', 'born', hold.born, 'debt', hold.debt)
+else
+  call('HSET', KEYS[1], 'state', 'settled', 'held_in', 0, 'held_out', 0, 'left', 0, 'charged_in', hold.charged_in,
+    'charged_out', hold.charged_out, 'money', cost, 'money_held', 0, 'debt', hold.debt)
+end
 call('EXPIRE', KEYS[1], remember_s)
 return 1
