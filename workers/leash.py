@@ -64,7 +64,7 @@ class Lead:
     mark_tokens: int = 0
     needs: int = 0  #: output in all that waits for money
     debt_tokens: int = 0  #: beyond its limits, so far
-    unheard: bool = False  #: it is at its end because the store said nothing
+    unheard: bool = False  #: the store said nothing when it was last asked: away, or it refused the report
 
     @property
     def bound(self) -> bool:
@@ -116,6 +116,7 @@ class Leash:
         if tokens <= lead.allowance:
             return True
         lead.needs = max(lead.needs, tokens)
+        lead.unheard = False
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 await self._ask_soon(lead)
@@ -192,9 +193,11 @@ class Leash:
                 self._heed(lead, told)
 
     async def _report_apart(self, batches: list[list[Lead]], e: RedisError) -> None:
-        """One call is refused: the others are not to go without."""
+        """One call is refused: the others are not to go without, and its own were not told what they may."""
         if len(batches) == 1:
             log.error("report_refused", org_id=batches[0][0].request.caller.org_id, error=repr(e))
+            for lead in batches[0]:
+                lead.unheard = True
             return
         for batch in batches:
             await self._report([batch])

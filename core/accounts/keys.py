@@ -291,7 +291,8 @@ _GOOD = "s.key_id = k.id AND (s.expires_at IS NULL OR s.expires_at > now())"
 _ROWS = f"""SELECT k.id, k.org_id::text AS org_id, k.project_id::text AS project_id, k.name, k.kind, k.scopes, k.models,
     k.networks::text[] AS networks, l.requests_per_minute, l.concurrent_requests, k.created_at, k.expires_at,
     k.revoked_at, k.last_used_at, host(k.last_used_from) AS last_used_from,
-    (SELECT last4 FROM key_secrets AS s WHERE s.key_id = k.id ORDER BY s.created_at DESC LIMIT 1) AS last4,
+    (SELECT last4 FROM key_secrets AS s WHERE s.key_id = k.id
+      ORDER BY s.expires_at IS NOT NULL, s.created_at DESC LIMIT 1) AS last4,
     (SELECT count(*) FROM key_secrets AS s WHERE {_GOOD}) AS secrets,
     (SELECT min(pepper_version) FROM key_secrets AS s WHERE {_GOOD}) AS pepper_version
   FROM api_keys AS k LEFT JOIN limits AS l ON l.org_id = k.org_id AND l.scope = 'key:' || k.id"""
@@ -405,49 +406,66 @@ def _few(names: Collection[str]) -> list[str]:
 
 
 def rotate(
-    connection: Connection, key_id: str, *, pepper: Peppers | bytes, overlap: timedelta, now: datetime
-) -> tuple[str, KeyRow]:
-    """Give a key a new secret: its plain text, and the key's row. What was good before is so for `overlap` more; one
-    that an earlier rotation ends sooner keeps to that. The caller projects the record once this is committed.
+    connection: Connection, key_id: str, *, pepper: Peppers | bytes, overlap: timedelta
+) -> tuple[str, KeyRow, datetime]:
+    """Give a key a new secret: its plain text, the key's row, and until when what was good before is so: `overlap` from
+    now, by Postgres' clock, which also judges it. A secret that an earlier rotation ends sooner keeps to that. The
+    caller projects the record once this is committed.
 
     Raises:
       KeyRefused: there is no such key, it is over, or has too many secrets; or the overlap is not 0 to OVERLAP_MAX.
     """
     if not timedelta() <= overlap <= OVERLAP_MAX:
         raise KeyRefused(f"an overlap is 0 to {OVERLAP_MAX / timedelta(hours=1):g} hours")
-    kind = _rotatable(connection, key_id, now)
+    kind = _rotatable(connection, key_id)
+    if overlap:
+        _one_more(connection, key_id)
     plain, plenty = mint(kind, key_id), peppers(pepper)
     values = {
-        "id": key_id, "now": now, "until": now + overlap, "last4": plain[-4:], "version": plenty.newest,
+        "id": key_id, "overlap": overlap, "last4": plain[-4:], "version": plenty.newest,
         "hmac": hashed(plain, plenty.current),
     }  # fmt: skip
     for query in _ROTATE:
         connection.execute(text(query), values)
-    row = show(connection, key_id)
-    if row.secrets > SECRETS_MAX:
-        raise KeyRefused(f"{SECRETS_MAX} secrets of this key are good already; `--overlap 0h` ends them all at once")
-    return plain, row
+    until = connection.execute(text("SELECT now() + CAST(:overlap AS interval)"), values).scalar_one()
+    return plain, show(connection, key_id), until
 
 
 #: The copy in api_keys is what the release before reads.
 _ROTATE = (
-    "UPDATE key_secrets SET expires_at = least(expires_at, :until) WHERE key_id = :id",
-    """INSERT INTO key_secrets (secret_hmac, key_id, pepper_version, last4, created_at)
-      VALUES (:hmac, :id, :version, :last4, :now)""",
+    """UPDATE key_secrets SET expires_at = least(expires_at, now() + CAST(:overlap AS interval))
+      WHERE key_id = :id""",
+    """INSERT INTO key_secrets (secret_hmac, key_id, pepper_version, last4)
+      VALUES (:hmac, :id, :version, :last4)""",
     "UPDATE api_keys SET secret_hmac = :hmac, pepper_version = :version, last4 = :last4 WHERE id = :id",
 )
 
 
-def _rotatable(connection: Connection, key_id: str, now: datetime) -> Kind:
+def _one_more(connection: Connection, key_id: str) -> None:
+    """
+    Raises:
+      KeyRefused: as many secrets are good as may be; a shorter overlap would end none of them before this one begins.
+    """
+    query = text(f"""SELECT count(*) AS good, min(s.expires_at) AS first_end
+      FROM key_secrets AS s, api_keys AS k WHERE k.id = :id AND {_GOOD}""")
+    row = connection.execute(query, {"id": key_id}).mappings().one()
+    if row["good"] >= SECRETS_MAX:
+        raise KeyRefused(
+            f"{SECRETS_MAX} secrets of this key are good already: wait until the first of them ends, at "
+            f"{row['first_end']:%Y-%m-%d %H:%M:%S} UTC, or end them all at once with `--overlap 0h`"
+        )
+
+
+def _rotatable(connection: Connection, key_id: str) -> Kind:
     """The key's kind; nobody else changes the key before this transaction ends.
 
     Raises:
       KeyRefused: there is no such key, or it is over.
     """
     query = text(
-        "SELECT kind, revoked_at IS NOT NULL OR expires_at <= :now AS over FROM api_keys WHERE id = :id FOR UPDATE"
+        "SELECT kind, revoked_at IS NOT NULL OR expires_at <= now() AS over FROM api_keys WHERE id = :id FOR UPDATE"
     )
-    row = connection.execute(query, {"id": key_id, "now": now}).mappings().one_or_none()
+    row = connection.execute(query, {"id": key_id}).mappings().one_or_none()
     if row is None:
         raise _unknown(key_id)
     if row["over"]:
@@ -482,7 +500,7 @@ def revoke(connection: Connection, key_id: str, *, now: datetime, reason: str = 
       revoked_reason = coalesce(revoked_reason, :reason) WHERE id = :id""")
     if not connection.execute(query, values).rowcount:
         raise _unknown(key_id)
-    connection.execute(text("UPDATE key_secrets SET expires_at = least(expires_at, :now) WHERE key_id = :id"), values)
+    connection.execute(text("UPDATE key_secrets SET expires_at = least(expires_at, now()) WHERE key_id = :id"), values)
     return _records(connection, "WHERE k.id = :wanted", key_id)[0]
 
 

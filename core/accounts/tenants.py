@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import uuid6
 
-from core.postgres import Connection, IntegrityError, text
+from core.postgres import Connection, IntegrityError, lock, text
 
 #: No organisation may ask for its responses to be kept longer than so many days.
 RETENTION_DAYS_MAX = 3650
@@ -61,7 +61,7 @@ _PROJECT = "id::text AS id, org_id::text AS org_id, name, created_at"
 
 
 def create_organisation(connection: Connection, name: str) -> Organisation:
-    """A new organisation with its first project."""
+    """A new organisation with its first project. Whether its name is its alone is for `claim_name` to say."""
     row = _insert(
         connection,
         f"INSERT INTO organisations (id, name) VALUES (:id, :name) RETURNING {_ORGANISATION}",
@@ -70,6 +70,19 @@ def create_organisation(connection: Connection, name: str) -> Organisation:
     organisation = Organisation(**row)
     create_project(connection, org_id=organisation.id, name=FIRST_PROJECT)
     return organisation
+
+
+def claim_name(connection: Connection, name: str) -> None:
+    """See that no organisation is called so, nor will be before this transaction ends by who asks here too: a name that
+    several have names none of them.
+
+    Raises:
+      TenantError: it is taken, as a name or as an id.
+    """
+    lock(connection, f"organisation {name}")
+    query = text("SELECT id::text FROM organisations WHERE name = :name OR id::text = :name ORDER BY created_at")
+    if taken := connection.execute(query, {"name": name}).scalars().first():
+        raise TenantError(f"an organisation is called {name!r} already: use its id, {taken}, or another name")
 
 
 def create_project(connection: Connection, *, org_id: str, name: str) -> Project:

@@ -145,8 +145,8 @@ CREATE INDEX audit_log_org ON audit_log (org_id, n);
 CREATE TRIGGER append_only BEFORE UPDATE OR DELETE ON audit_log FOR EACH ROW EXECUTE FUNCTION forbid_change();
 CREATE TRIGGER no_truncate BEFORE TRUNCATE ON audit_log FOR EACH STATEMENT EXECUTE FUNCTION forbid_change();
 
--- NOT VALID: what is there kept to a narrower check, and to look at it again would hold up every writer for a scan of all
--- partitions. New rows are checked all the same.
+-- NOT VALID: what is there kept to a narrower check, and to look at it again would hold up every writer for a scan of
+-- all partitions. New rows are checked all the same.
 ALTER TABLE usage_events DROP CONSTRAINT usage_events_outcome_check;
 ALTER TABLE usage_events ADD CONSTRAINT usage_events_outcome_check CHECK (outcome IN
   ('completed', 'length', 'cancelled', 'expired', 'stopped', 'shed', 'refused', 'failed', 'worker_lost',

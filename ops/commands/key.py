@@ -142,16 +142,16 @@ def rotate(key_id: str, overlap: timedelta, as_json: bool) -> None:
     from core.accounts import keys
     from core.postgres import transaction
 
-    settings, now = environment(), datetime.now(UTC)
+    settings = environment()
     with database(settings) as engine, show.refusals(keys.KeyRefused, keys.PepperMissing):
         pepper = keys.pepper(settings)
         with transaction(engine) as connection:
-            plain, row = keys.rotate(connection, key_id, pepper=pepper, overlap=overlap, now=now)
+            plain, row, until = keys.rotate(connection, key_id, pepper=pepper, overlap=overlap)
             detail = {"overlap_s": int(overlap.total_seconds()), "last4": row.last4}
             write_down(connection, "key.rotate", f"key:{key_id}", row.org_id, **detail)
-        until = f"{now + overlap:%Y-%m-%d %H:%M} UTC"
-        sentence = f"{plain}\nKeep it now: it cannot be shown again. What was good before is so until {until}."
-        show.one({"key": plain, "old_until": now + overlap, **_shown(row)}, as_json, sentence)
+        said = f"What was good before is so until {until:%Y-%m-%d %H:%M} UTC."
+        sentence = f"{plain}\nKeep it now: it cannot be shown again. {said}"
+        show.one({"key": plain, "old_until": until, **_shown(row)}, as_json, sentence)
         after_commit(lambda: _project(settings, engine, key_id))
 
 

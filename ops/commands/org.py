@@ -35,6 +35,7 @@ def create(name: str, as_json: bool) -> None:
     from core.postgres import transaction
 
     with database(environment()) as engine, show.refusals(tenants.TenantError), transaction(engine) as connection:
+        tenants.claim_name(connection, name)
         made = tenants.create_organisation(connection, name)
         write_down(connection, "org.create", f"org:{made.id}", made.id, name=made.name)
     show.one(made, as_json, f"Created organisation {made.name}: {made.id}")
@@ -152,9 +153,7 @@ def retention(org: str, days: int, as_json: bool) -> None:
 
     Nothing is kept longer from this moment on. A number of days that is larger than before concerns new ones only.
     """
-    from core import responses
     from core.accounts import tenants
-    from core.postgres import transaction
 
     settings = environment()
     with database(settings) as engine, show.refusals(tenants.TenantError):
@@ -165,13 +164,29 @@ def retention(org: str, days: int, as_json: bool) -> None:
             lambda connection, org_id: tenants.set_retention(connection, org_id, days),
             retention_days=days,
         )
-        with transaction(engine) as connection:
-            responses.outwait(connection)  # what began before may still be written for longer
-        with transaction(engine, statement_ms=RETENTION_MS) as connection:
-            responses.shorten(connection, changed.id, days)
+        _shorten(engine, changed.id, days)
         after_commit(lambda: tell_gateways(settings, engine, changed.id))
     said = f"keeps its responses for {days} days" if days else "stores no responses"
     show.one(changed, as_json, f"{changed.name} {said}.")
+
+
+def _shorten(engine: Engine, org_id: str, days: int) -> None:
+    """Let what is stored keep to the number that was set.
+
+    Raises:
+      ClickException: Postgres went away meanwhile, and what to do.
+    """
+    from core import responses
+    from core.postgres import DatabaseAway, transaction
+
+    try:
+        with transaction(engine) as connection:
+            responses.outwait(connection)  # what began before may still be written for longer
+        with transaction(engine, statement_ms=RETENTION_MS) as connection:
+            responses.shorten(connection, org_id, days)
+    except DatabaseAway as e:
+        told = "The number of days is set, and new responses keep to it; older ones may not yet: repeat this command."
+        raise click.ClickException(f"Postgres is away: {str(e).rstrip('.')}. {told}") from None
 
 
 def _changed(

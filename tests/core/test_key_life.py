@@ -47,10 +47,15 @@ def make(engine: Engine, **asked: Any) -> tuple[str, keys.KeyRow]:
         return keys.create_key(connection, **{"name": "laptop", "pepper": FIRST, **asked})
 
 
-def rotate(engine: Engine, key_id: str, overlap: timedelta, at: datetime = NOW, **asked: Any) -> str:
+def rotate(engine: Engine, key_id: str, overlap: timedelta) -> str:
+    return rotated(engine, key_id, overlap)[0]
+
+
+def rotated(engine: Engine, key_id: str, overlap: timedelta) -> tuple[str, datetime]:
+    """The new secret, and when what was good before ends."""
     with transaction(engine) as connection:
-        plain, _ = keys.rotate(connection, key_id, **{"pepper": FIRST, "overlap": overlap, "now": at, **asked})
-    return plain
+        plain, _, until = keys.rotate(connection, key_id, pepper=FIRST, overlap=overlap)
+    return plain, until
 
 
 def good(engine: Engine, plain: str, pepper: Peppers | bytes = FIRST, at: datetime = NOW) -> bool:
@@ -111,12 +116,12 @@ def test_a_key_is_bound_to_nothing_that_makes_no_sense(engine: Engine, asked: di
 
 def test_a_rotated_key_is_good_by_both_secrets_until_the_overlap_ends(engine: Engine) -> None:
     old, row = make(engine)
-    new = rotate(engine, row.id, 24 * HOUR)
+    new, until = rotated(engine, row.id, 24 * HOUR)
 
-    for at in (NOW, NOW + 24 * HOUR - timedelta(milliseconds=1)):
+    for at in (NOW, until - timedelta(milliseconds=1)):
         assert good(engine, old, at=at) and good(engine, new, at=at)
-    assert not good(engine, old, at=NOW + 24 * HOUR)
-    assert good(engine, new, at=NOW + 24 * HOUR)
+    over = until + timedelta(milliseconds=1)
+    assert not good(engine, old, at=over) and good(engine, new, at=over)
 
 
 def test_a_rotation_keeps_the_keys_id_its_limits_and_its_place(engine: Engine) -> None:
@@ -153,11 +158,13 @@ def test_an_earlier_end_is_never_put_off_by_another_rotation(engine: Engine) -> 
 def test_so_many_secrets_are_good_at_once_and_no_more(engine: Engine) -> None:
     """Gateways compare with SECRETS_MAX, so one beyond them would be good in Postgres and nowhere else."""
     plain, row = make(engine)
-    every = [plain, *(rotate(engine, row.id, HOUR) for _ in range(keys.SECRETS_MAX - 1))]
+    second, first_end = rotated(engine, row.id, HOUR)
+    every = [plain, second, *(rotate(engine, row.id, 2 * HOUR) for _ in range(keys.SECRETS_MAX - 2))]
     assert all(good(engine, one) for one in every)
 
-    with pytest.raises(KeyRefused, match="0h"):
-        rotate(engine, row.id, HOUR)
+    with pytest.raises(KeyRefused, match="0h") as refused:
+        rotate(engine, row.id, HOUR / 2)
+    assert f"{first_end:%Y-%m-%d %H:%M:%S} UTC" in str(refused.value), "when there is room again"
 
     assert all(good(engine, one) for one in every), "a refused rotation changes nothing"
     last = rotate(engine, row.id, timedelta())
@@ -281,7 +288,7 @@ def test_a_secret_in_its_overlap_is_hashed_anew_as_itself(engine: Engine) -> Non
 
     newest = Peppers(2, {2: SECOND})
     assert good(engine, old, newest) and not good(engine, new, newest) and good(engine, new, BOTH)
-    assert not good(engine, old, newest, at=NOW + HOUR)
+    assert not good(engine, old, newest, at=NOW + 2 * HOUR)
 
 
 def test_hashing_anew_and_a_rotation_wait_for_each_other_and_not_both(engine: Engine) -> None:
@@ -297,7 +304,7 @@ def test_hashing_anew_and_a_rotation_wait_for_each_other_and_not_both(engine: En
         gateway.start()
         while not waiting(engine):
             time.sleep(0.01)
-        new, _ = keys.rotate(connection, row.id, pepper=BOTH, overlap=HOUR, now=datetime.now(UTC))
+        new, *_ = keys.rotate(connection, row.id, pepper=BOTH, overlap=HOUR)
     gateway.join()
 
     newest = Peppers(2, {2: SECOND})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 
+from billing import events
 from core.accounts import keys, quotas, tenants
 from core.postgres import Engine, connect, migrate, text, transaction
 from core.values import Limit
@@ -48,6 +50,16 @@ class Before:
             id=key_id, kind=kind, last4=plain[-4:], hmac=keys.hashed(plain, PEPPER), rpm=rpm, concurrent=concurrent,
         )  # fmt: skip
         return plain
+
+    def use(self, month: datetime, outcome: str) -> None:
+        event_id = uuid.UUID(int=int(month.timestamp() * 1000) << 80 | 7 << 76 | 2 << 62 | 1)
+        self.run(
+            """INSERT INTO usage_events (event_id, admitted_at, entered_at, org_id, project_id, key_id, model, tier,
+                input_tokens, cached_tokens, output_tokens, reasoning_tokens, outcome, attempt, worker, payload_sha256)
+              VALUES (:id, uuid7_time(:id), uuid7_time(:id), :o, :p, 'k', 'm', 'standard', 1, 0, 1, 0, :outcome, 1, 'w',
+                decode(repeat('00', 32), 'hex'))""".replace(":id", "CAST(:id AS uuid)"),
+            id=str(event_id), outcome=outcome,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -97,6 +109,27 @@ def test_both_releases_work_on_the_new_schema(before: Before, empty_database: st
         hmac, version = read.one()
     record = keys.find(before.engine, row.id)
     assert record is not None and (bytes(hmac), version) == (record.secret_hmac, 1), "as the release before reads it"
+    before.engine.dispose()
+
+
+def test_what_was_used_is_not_read_again_while_everybody_waits(before: Before, empty_database: str) -> None:
+    """Usage of years keeps to the narrower check of before: the new one is for new rows, in new partitions too."""
+    now = datetime.now(UTC)
+    with transaction(before.engine) as connection:
+        events.ensure_partitions(connection, now)
+
+    migrate(empty_database)
+
+    with transaction(before.engine) as connection:
+        events.ensure_partitions(connection, now + timedelta(days=400))
+        query = "SELECT convalidated FROM pg_constraint WHERE conname = 'usage_events_outcome_check'"
+        scanned = connection.execute(text(f"{query} AND conrelid = 'usage_events'::regclass")).scalars().all()
+        there = connection.execute(text(f"{query} AND conrelid = 'usage_events_{now:%Y%m}'::regclass")).scalars().all()
+    assert scanned == [False] and there == [False]
+    for month in (now, now + timedelta(days=400)):
+        with pytest.raises(Exception, match="usage_events_outcome_check"):
+            before.use(month, "eaten")
+        before.use(month, "stopped")
     before.engine.dispose()
 
 

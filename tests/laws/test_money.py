@@ -277,9 +277,7 @@ def test_a_new_secret_has_what_the_old_one_left(payer: Payer) -> None:
     assert ask_in_turn(payer.platform, old, 1) == ["ok"]
     key_id = old.split("_")[2]
     with postgres.transaction(payer.engine) as connection:
-        new, _ = keys.rotate(
-            connection, key_id, pepper=PEPPER.encode(), overlap=timedelta(hours=1), now=datetime.now(UTC)
-        )
+        new, *_ = keys.rotate(connection, key_id, pepper=PEPPER.encode(), overlap=timedelta(hours=1))
     payer.tell()
 
     assert ask_in_turn(payer.platform, new, 2) == ["ok", SPENT]

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import pytest
 
+from core import responses
 from core.accounts import keys
 from core.limits import stopped
 from core.postgres import DatabaseAway, Engine, connect, text, transaction
@@ -98,6 +99,28 @@ def test_a_revoked_key_is_stopped_where_admission_looks(environ: Environ, store:
     assert refused.exit_code == 1 and "revoked" in refused.output
 
 
+def test_an_operators_clock_that_is_ahead_keeps_no_secret_alive(
+    environ: Environ, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres' clock alone says when a secret is over, and whether one more may be good."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(days=1)
+
+    made = acme(environ)
+    monkeypatch.setattr("ops.commands.key.datetime", Ahead)
+
+    for _ in range(keys.SECRETS_MAX + 1):
+        rotated = data(environ, key.command, "rotate", made["id"], "--overlap", "0h")
+
+    known = record(store, made["id"])
+    assert not keys.matches(keys.parse(made["key"]), known, PEPPER.encode())
+    assert keys.matches(keys.parse(rotated["key"]), known, PEPPER.encode()) and rotated["secrets"] == 1
+    assert datetime.fromisoformat(rotated["old_until"]) <= datetime.now(UTC)
+
+
 # --- limits
 
 
@@ -146,6 +169,37 @@ def test_limits_are_shown_as_they_are(environ: Environ) -> None:
 
 
 # --- organisations
+
+
+def test_a_name_that_is_taken_makes_no_second_organisation(environ: Environ) -> None:
+    """From then on the name would be ambiguous for every command."""
+    first = data(environ, org.command, "create", "acme")
+
+    for taken in ("acme", first["id"]):
+        done = forebay(environ, org.command, "create", taken)
+        assert done.exit_code == 1 and first["id"] in done.output and "another name" in done.output
+
+    assert [one["id"] for one in data(environ, org.command, "list")] == [first["id"]]
+    assert [one["action"] for one in data(environ, audit.command, "list")] == ["org.create"]
+
+
+@pytest.mark.parametrize("step", ["outwait", "shorten"])
+def test_a_retention_that_stops_half_way_says_that_it_is_set_and_to_repeat_it(
+    environ: Environ, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    acme(environ)
+
+    def away(*_: Any) -> None:
+        raise DatabaseAway("it went")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(responses, step, away)
+        done = forebay(environ, org.command, "retention", "acme", "7")
+
+    assert done.exit_code == 1 and "it went" in done.output
+    assert "is set" in done.output and "repeat this command" in done.output
+    assert data(environ, org.command, "show", "acme")["retention_days"] == 7
+    assert data(environ, org.command, "retention", "acme", "7")["retention_days"] == 7
 
 
 def test_a_suspended_organisation_is_stopped_where_admission_looks_until_it_is_resumed(

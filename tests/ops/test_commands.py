@@ -12,8 +12,8 @@ import uuid6
 
 from billing import events, prices
 from core import usage
-from core.accounts import keys
-from core.postgres import connect
+from core.accounts import keys, tenants
+from core.postgres import connect, transaction
 from core.redis import Store, command
 from core.settings import Settings
 from core.usage import Facts
@@ -171,8 +171,12 @@ def test_what_cannot_be_done_is_one_sentence(
 
 
 def test_a_name_that_two_organisations_have_is_not_guessed(environ: dict[str, str | None]) -> None:
-    data(environ, org.command, "create", "acme")
-    data(environ, org.command, "create", "acme")
+    """The release before let a name be taken twice."""
+    engine = connect(urls(Settings(data=Path(str(environ["FOREBAY_DATA"])))).database_url)
+    with transaction(engine) as connection:
+        for _ in range(2):
+            tenants.create_organisation(connection, "acme")
+    engine.dispose()
 
     done = forebay(environ, key.command, "create", "x", "--org", "acme")
 

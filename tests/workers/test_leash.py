@@ -241,6 +241,23 @@ async def test_with_the_store_of_limits_away_it_ends_where_it_last_knew(
 
 
 @on_loop
+async def test_who_is_refused_a_report_is_not_told_that_its_money_is_used_up(worker: Purses) -> None:
+    """What lies in the store is not what its script can read: there may be money, and nobody can say."""
+    worker.grant(17)
+    with capture_logs() as logs:
+        async with Gateway(worker.url) as gateway, worker.make():
+            one = worker.admit(request("a", n=200, seed=3), PREPAID)
+            worker.valkey.set(money_key("o", "org"), "no hash")
+            other = msgspec.structs.replace(request("b", n=30), caller=msgspec.structs.replace(one.caller, org_id="p"))
+            worker.send(other)
+            ending, told = await gateway.ending("a"), await gateway.ending("b")
+
+    assert (ending.outcome, ending.usage.output_tokens) == (Outcome.STOPPED, 17) and told.outcome == Outcome.LENGTH
+    assert "could not be asked" in ending.message
+    assert {line["org_id"] for line in logs if line["event"] == "report_refused"} == {"o"}
+
+
+@on_loop
 async def test_a_store_that_comes_back_in_time_is_asked_then(worker: Purses) -> None:
     worker.grant(17)
     async with Gateway(worker.url) as gateway, worker.make():
