@@ -224,7 +224,7 @@ def used(org_id: str, limits: Sequence[Limit]) -> Call[list[Used]]:
 
 
 def open_before(org_id: str, at_ms: int, *, skip: int = 0) -> Call[list[str]]:
-    """Requests reserved before `at_ms` whose holds are open, oldest first; after the first `skip`, SWEEP_PAGE of them."""
+    """Requests reserved before `at_ms` whose holds are open, oldest first: SWEEP_PAGE of them, after `skip`."""
     words = ("ZRANGEBYSCORE", _open(org_id), "-inf", at_ms, "LIMIT", skip, SWEEP_PAGE)
     return command(*words, reply=lambda raw: [one.decode() for one in raw])
 

@@ -23,7 +23,7 @@ from tests.conftest import on_loop
 STORES = ("single", "cluster")
 #: Models whose keys lie on different nodes of two.
 MODELS = ("m", "n", "q", "o")
-#: Of local functions that are given keys by name; and the keys of counters and accounts, which know what they were read of.
+#: Of local functions that are given keys by name; counters and accounts know the key that they were read of.
 PARAMETERS = {"key", "body", "view", "bodies", "counter", "c.key", "a.key"}
 ROOT = Path(__file__).parents[2]
 
