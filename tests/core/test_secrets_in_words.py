@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from core.accounts import keys, secrets
 from core.errors import BadRequest, ClassShed, UnknownModel, without_secrets
 
-KEYS = [keys.mint(kind, "A" * keys.ID_LENGTH) for kind in ("live", "test", "admin")]
+KINDS = ("live", "test", "admin")
+KEYS = [keys.mint(kind, "A" * keys.ID_LENGTH) for kind in KINDS]
 
 
-@pytest.mark.parametrize("secret", [*KEYS, secrets.mint(), "fb_live_" + "x" * 50])
+@pytest.mark.parametrize(
+    "secret", [*KEYS, secrets.mint(), "fb_live_" + "x" * 50], ids=[*KINDS, "client's", "longer"]
+)  # named, for every process of a test run makes its own
 @given(before=st.text(" `'\"/=:,(", max_size=3), after=st.text(" `'\"/&:,)", max_size=3))
 def test_a_secret_is_cut_short_wherever_it_stands(secret: str, before: str, after: str) -> None:
     shown = without_secrets(f"{before}{secret}{after}")
@@ -36,7 +39,7 @@ def test_what_an_error_says_by_itself_is_one_line() -> None:
     assert "\n" in (ClassShed.__doc__ or "") and "\n" not in ClassShed().message
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEYS, ids=KINDS)
 def test_an_error_tells_which_key_and_not_what_it_is(key: str) -> None:
     error = UnknownModel(f"The model `{key}` does not exist.", param=f"metadata.{key}")
 
