@@ -14,9 +14,9 @@ import math
 
 #: So long what is generated counts at most, seconds: the window, a bin, the rest of the second between two reports, and
 #: what is firm. (window.lua)
-WINDOW_S = 62.5
-#: What a hold covers at once: until the next report, and half of another second.
-MARGIN_S = 1.5
+WINDOW_S = 62.25
+#: What a hold covers at once: until the next report, which comes once a second and may be late.
+MARGIN_S = 1.25
 #: A pace measured over less than this is not trusted, seconds.
 MEASURED_S = 2.0
 

@@ -51,7 +51,7 @@ def echo() -> Iterator[str]:
 def _answers(port: int) -> bool:
     try:
         return requests.get(f"http://127.0.0.1:{port}/", timeout=1).status_code > 0
-    except requests.ConnectionError:
+    except (requests.ConnectionError, requests.Timeout):
         return False
 
 

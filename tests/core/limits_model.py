@@ -38,8 +38,8 @@ from tests.conftest import Clock, TimedStore
 
 ORG = "o"
 BIN_MS, WINDOW_MS, DAY_MS = 500, 60_000, 86_400_000
-#: What is held is looked at now, for what comes in the next 1.5 s, and after each of twelve steps, as if 2.5 s later.
-STEP_MS, STEPS, FIRM_MS, SLACK_MS = 5_000, 12, 1_500, 2_500
+#: What is held is looked at now, for what comes in the next 1.25 s, and after each of twelve steps, as if 2.25 s later.
+STEP_MS, STEPS, FIRM_MS, SLACK_MS = 5_000, 12, 1_250, 2_250
 MILLION = 10**6
 EVER_MS = 50 * 365 * DAY_MS
 #: Kinds of tokens that a scope may limit, as (input counts, output counts).

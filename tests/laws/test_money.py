@@ -52,6 +52,7 @@ class Payer:
             )
         if limits:
             self.limit(f"key:{row.id}", **limits)
+        keys.project_all(self.engine, self.platform.store, self.org_id)
         return plain
 
     def project(self) -> str:

@@ -141,8 +141,8 @@ def learned(tokens: int) -> Lengths:
     ("request_", "named", "need"),
     [
         (asked(500), True, (7, 500, 500)),  # all that the client named
-        (asked(9000), True, (7, 9000, 6250)),  # in one window what 62.5 s can bring at 100 tokens a second
-        (asked(500), False, (7, 150, 1)),  # what its first report will ask for, and less where there is less
+        (asked(9000), True, (7, 9000, 6225)),  # in one window what 62.25 s can bring at 100 tokens a second
+        (asked(500), False, (7, 125, 1)),  # what its first report will ask for, and less where there is less
         (asked(20), False, (7, 20, 1)),
         (asked(500, n=3), True, (7, 1500, 1500)),
         (asked(500, more_prompts=((1, 2), (3,))), True, (10, 1500, 1500)),

@@ -449,7 +449,7 @@ def test_while_a_report_is_under_way_nobody_goes_beyond_what_it_asks_for() -> No
 
     report = leash._of(lead, 0.0)
 
-    assert report.money_tokens == 625 and lead.allowance == 725  # a window at ten a second
+    assert report.money_tokens == 623 and lead.allowance == 723  # a window at ten a second
 
 
 def test_the_input_is_not_told_before_it_is_known_what_was_cached() -> None:

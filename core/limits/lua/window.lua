@@ -7,7 +7,7 @@ local BIN_MS, WINDOW_MS, LOOK = 500, 60000, 24
 -- What is held beyond its next FIRM_MS needs no room now, but when it comes, while what is in the window leaves it. That
 -- is looked at after each of STEPS steps, as if it came SLACK_MS sooner: so much longer it counts, by its bin, by the
 -- second between two reports, and for what is firm of the next.
-local STEPS, STEP_MS, FIRM_MS, SLACK_MS = 12, 5000, 1500, 2500
+local STEPS, STEP_MS, FIRM_MS, SLACK_MS = 12, 5000, 1250, 2250
 local PACKED = '<' .. string.rep('d', STEPS)
 local call, now = redis.call, now_ms()
 local newest = math.floor(now / BIN_MS)
