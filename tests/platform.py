@@ -289,8 +289,8 @@ _KEPT: list[Iterator[Platform]] = []
 
 
 def kept(**options: Any) -> Iterator[Platform]:
-    """The same, for all files of a folder: a folder's last test lets go of it, or the run does. An idle one costs a tenth
-    of a processor, which the tests of other folders want."""
+    """The same, for all files of a folder: a folder's last test lets go of it, or the run does. An idle one costs a
+    tenth of a processor, which the tests of other folders want."""
     _KEPT.append(alone(**options))
     yield next(_KEPT[-1])
     let_go()
