@@ -284,23 +284,6 @@ def alone(**options: Any) -> Iterator[Platform]:
             database.stop()
 
 
-#: Platforms that many files share.
-_KEPT: list[Iterator[Platform]] = []
-
-
-def kept(**options: Any) -> Iterator[Platform]:
-    """The same, for all files of a folder: a folder's last test lets go of it, or the run does. An idle one costs a
-    tenth of a processor, which the tests of other folders want."""
-    _KEPT.append(alone(**options))
-    yield next(_KEPT[-1])
-    let_go()
-
-
-def let_go() -> None:
-    while _KEPT:
-        next(_KEPT.pop(), None)
-
-
 def handshake(platform: Platform, path: str = "/v1/responses", **changed: str | None) -> tuple[int, str]:
     """A WebSocket handshake by hand, with these headers; returns the status and all that was said."""
     headers: dict[str, str | None] = {

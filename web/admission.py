@@ -327,8 +327,8 @@ class Admission:
         hashes = self._hashes(self.catalog[draft.model], prompt, cache_salt)
         model, prefix = self.catalog[draft.model], checkpoints(hashes)
         price, learned, kv_tokens, held = self._known(draft.model, caller.key_id, prefix, draft.tier)
-        if price is None and _money_binds(caller) and not self.store.run(prices.known()):
-            raise MoneyDown  # the store lost its prices: it may cost something all the same
+        if price is None and _money_binds(caller):
+            price = self._surely_priced(draft.model, draft.tier)
         name = cache_salt + draft.affinity if draft.affinity else ""
         route = self._route(self.catalog[draft.model], len(hashes), held, name)
         embeds = draft.dialect == "embeddings"
@@ -401,6 +401,15 @@ class Admission:
             ready = frozenset(row.worker for row in rows[0] if row.state == WorkerState.READY)
             self._fleets[model] = _Fleet(time.monotonic(), fleet.largest(rows[0])[0], ready)
         return price, learned, self._fleets[model].kv_tokens, held
+
+    def _surely_priced(self, model: str, tier: Tier) -> Price | None:
+        """The price of what money binds, which is not to run free because the store lost its prices. They may be coming
+        back at this moment, so whether they are there is asked before what they are."""
+        known, price, of_tier = self.store.run_all([prices.known(), prices.read(model), prices.read(model, tier)])
+        found: Price | None = of_tier or price
+        if not known:
+            raise MoneyDown
+        return found
 
     def limits(self, caller: KeyRecord, model: str) -> tuple[Limit, ...]:
         """What binds this caller at a model; without one, what binds it at all."""

@@ -55,7 +55,7 @@ slots = 32
 
 @pytest.fixture(scope="session")
 def platform() -> Iterator[Platform]:
-    yield from platforms.kept(catalog=CATALOG, gateways=1)
+    yield from platforms.alone(catalog=CATALOG, gateways=1)
 
 
 Node = Callable[[str], str]
@@ -80,10 +80,3 @@ def node(platform: Platform) -> Node:
         return done.stdout
 
     return run
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Files come in order, so nobody wants these platforms when another folder's tests follow."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        platforms.let_go()

@@ -12,7 +12,7 @@ from tests.platform import Platform
 
 @pytest.fixture(scope="session")
 def _platform() -> Iterator[Platform]:
-    yield from platforms.kept()
+    yield from platforms.alone()
 
 
 #: One worker with two places, at 25 tokens a second; a prompt is read at 1,000: there is time to look at each stage.
@@ -40,7 +40,7 @@ SOON = {
 
 @pytest.fixture(scope="session")
 def _slow() -> Iterator[Platform]:
-    yield from platforms.kept(catalog=SLOW, environ=SOON)
+    yield from platforms.alone(catalog=SLOW, environ=SOON)
 
 
 @pytest.fixture
@@ -61,10 +61,3 @@ def platform(_platform: Platform) -> Iterator[Platform]:
     yield _platform
     _platform.quiet()
     platforms.until(_platform.money_agrees, "Redis and Postgres to agree about money", 5)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Files come in order, so nobody wants these platforms when another folder's tests follow."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        platforms.let_go()

@@ -54,7 +54,7 @@ def test_concurrent_requests_free_their_place_as_they_end(platform: Platform) ->
     key, _ = new_key(platform, concurrent_requests=1)
 
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, platform, key, max_tokens=200)
+        long = pool.submit(ask, platform, key, max_tokens=600)
         until(lambda: [row for row in platform.rows().values() if row.state == "running"], "it to run")
         assert ask(platform, key, gateway=1).status_code == 429
         assert long.result().status_code == 200

@@ -237,9 +237,9 @@ def postgres_away(platform: Platform) -> Iterator[None]:
 
 def test_what_its_worker_lost_costs_nothing_in_either_place(payer: Payer) -> None:
     """A seeded answer, part of which was delivered, cannot be gone on with: nobody pays for it."""
-    key = payer.key(money_per_month=payer.calls(100))
+    key = payer.key(money_per_month=payer.calls(2000))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, payer.platform, key, max_tokens=1000, seed=7, stream=True)
+        asked = pool.submit(ask, payer.platform, key, max_tokens=3000, seed=7, stream=True)
         [request_id] = until(lambda: payer.platform.holds(payer.org_id), "a hold")
         until(lambda: spent_in_redis(payer) > 0, "it to be charged as it runs")
         payer.platform.worker_running(request_id).send_signal(signal.SIGKILL)

@@ -250,9 +250,10 @@ def test_an_accepted_request_is_told_what_is_left_with_itself_held(place: Place)
     told = ask(place, body={"max_output_tokens": 100}).headers
 
     [held] = place.store.run(counters.used("o", [LIMITS["limited"][0]]))
-    assert held.held_tokens > 100 and held.open == 1
+    assert held.held_tokens > 50 and held.open == 1
     assert told["x-ratelimit-limit-tokens"] == "5000"
-    assert told["x-ratelimit-remaining-tokens"] == str(5000 - held.held_tokens)
+    prompt = 4000 - int(told["x-ratelimit-remaining-input-tokens"])
+    assert told["x-ratelimit-remaining-tokens"] == str(5000 - prompt - 100), "all that it may come to"
     assert (told["x-ratelimit-limit-requests"], told["x-ratelimit-remaining-requests"]) == ("50", "49")
     assert told["x-ratelimit-limit-input-tokens"] == "4000"
     assert told["x-ratelimit-remaining-output-tokens"] == "2900"
@@ -372,6 +373,27 @@ def test_a_lease_is_opened_once_and_the_request_is_told_what_it_covers(place: Pl
         answer.close()
 
 
+def test_prices_that_come_back_at_this_moment_are_paid(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has none when the price is looked up, and all of them a moment later: nothing is to run free."""
+    admission = place.gateways[0].admission
+    looked_up = admission._known
+
+    def looked_up_just_before(*args: Any) -> Any:
+        found = looked_up(*args)
+        place.store.run(prices.project([PRICE]))
+        return found
+
+    monkeypatch.setattr(admission, "_known", looked_up_just_before)
+    admission.limiter.lease = lambda org_id, scope: place.store.run(
+        balances.open_lease(org_id, scope, Figures(lease=0, day=0, month=1970 * 12))
+    )
+    with place.ask("/v1/chat/completions", CHAT, headers={"Authorization": "Bearer paying"}) as answer:
+        assert answer.status_code == 200
+        request = place.worker.request(place.worker.claim())
+
+    assert request.price_id == PRICE.id and request.allowance_tokens
+
+
 def test_postgres_away_is_a_503_that_says_it_is_the_money(place: Place) -> None:
     def lease(org_id: str, scope: str) -> None:
         raise DatabaseAway("away")
@@ -401,16 +423,16 @@ def test_a_socket_is_told_before_each_response(place: Place) -> None:
 
 
 def test_a_key_sees_every_scope_that_may_bind_it(place: Place) -> None:
-    ask(place, body={"max_output_tokens": 100})
-
-    told = place.get("/v1/key", key="limited").get_json()
+    with place.ask("/v1/responses", {**ASKED, "max_output_tokens": 100}, headers={"Authorization": "Bearer limited"}):
+        told = place.get("/v1/key", key="limited").get_json()
+        prompt = place.worker.request(place.worker.claim()).input_tokens
 
     by_scope = {one["scope"]: one for one in told["limited"]}
     assert set(by_scope) == {"key:limited", "project:p", f"model:{MODEL}"}
     own = by_scope["key:limited"]
     assert own["limits"]["tokens_per_minute"] == 5000 and own["limits"]["money_per_day"] is None
     assert own["used"]["requests"] == 1 and own["debt_tokens"] == 0
-    assert own["remaining"]["tokens"] == 5000 - own["used"]["held_tokens"] - own["used"]["output_tokens"]
+    assert own["remaining"]["tokens"] == 5000 - prompt - 100, "all that it may come to"
     assert "money" not in own
 
 
