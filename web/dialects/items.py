@@ -8,6 +8,7 @@ turns      what is kept of a whole conversation, as the chat template takes it: 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
@@ -119,9 +120,9 @@ class _Item(BaseModel):
     id: Annotated[Text, Field(max_length=NAME_CHARS_MAX)] | None = None
     status: Any = None
 
+    @abstractmethod
     def kept(self) -> Kept | None:
         """It, without an id; None: it is left out."""
-        raise NotImplementedError
 
     @property
     def _status(self) -> str:
