@@ -20,7 +20,9 @@ run: setup  ## start the whole platform here; Ctrl-C stops it
 # Two files at a time: most laws wait for processes, not for a processor. A file's tests stay together, with what they start.
 test: setup  ## run every test (ARGS='-k name' to choose)
 	@$(BIN)/python ops/prepare.py clients
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || { \
+		echo "== asking what failed once more, alone (docs/decisions/0014)"; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); }
 
 check: setup  ## lint, format, types, import contracts, security floors: seconds
 	@$(BIN)/ruff check .

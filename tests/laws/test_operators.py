@@ -20,6 +20,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 FLEX = {"service_tier": "flex"}
 #: How often the clock looks, and a second for it to do so.
 CLOCK_S = 2.0
+#: Tokens of an answer that holds a place for eight seconds: longer than a few commands take to start here.
+BUSY = 200
 
 
 def ask(
@@ -72,7 +74,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def busy(platform: Platform, pool: ThreadPoolExecutor, *bodies: dict[str, Any]) -> list[Future[requests.Response]]:
     """Fill the worker's places for some seconds, one at each gateway."""
-    running = [pool.submit(chat, platform, gateway, max_tokens=120, **body) for gateway, body in enumerate(bodies)]
+    running = [pool.submit(chat, platform, gateway, max_tokens=BUSY, **body) for gateway, body in enumerate(bodies)]
     until(lambda: len(platform.claims()) == len(bodies), "its places to be taken")
     return running
 
@@ -88,7 +90,7 @@ def test_a_paused_model_refuses_keeps_what_waits_and_ends_what_runs(slow: Platfo
         forebay(slow, *PAUSE)
         for one in running:
             answer = one.result()
-            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 120
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == BUSY
         until(lambda: slow.claims() == [], "nothing to run")
         time.sleep(0.5)  # any of a worker's looks for more would have been meanwhile
         assert slow.claims() == [] and waiting(slow) == 2 and not any(one.done() for one in waits)
