@@ -23,8 +23,8 @@ from tests.platform import MODEL, Platform, Row, kill, until
 from workers.scripted import scripted_tokens
 
 HELLO = [{"role": "user", "content": "hello"}]
-#: About two seconds on the scripted engine.
-LONG = 400
+#: About four seconds on the scripted engine.
+LONG = 900
 
 
 def text_of(seed: int, n: int) -> str:

@@ -25,8 +25,8 @@ from tests.laws.test_faults import greedy_text, running, stream_text, text_of
 from tests.platform import MODEL, Platform, kill, until
 from workers.scripted import REASONING_TOKENS, script_seed
 
-#: About three seconds on the scripted engine.
-LONG = 600
+#: About four seconds on the scripted engine.
+LONG = 900
 
 #: What one stream came to: request id, text, how it ended.
 Told = tuple[str, str, str]

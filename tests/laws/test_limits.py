@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -40,6 +40,7 @@ class Key:
     text: str
     id: str
     limit: Limit
+    reading: list[Any] = field(default_factory=list)  #: requests closes a stream whose reader nobody keeps
 
     @property
     def used(self) -> Used:
@@ -64,6 +65,7 @@ class Key:
         answer = ask_streamed(self, tokens, gateway)
         assert answer.status_code == 200, answer.text
         lines = answer.iter_lines()
+        self.reading.append(lines)
         while b'"content":"' not in next(lines):
             pass
         return answer
