@@ -47,7 +47,6 @@ def _slow() -> Iterator[Platform]:
 def slow(_slow: Platform) -> Iterator[Platform]:
     """A platform that is slow enough to be looked at on the way, and whose edge has short times."""
     platforms.until(lambda: len(_slow.workers()) == 1, "its worker")
-    platforms.until(_slow.answers, "both gateways")
     yield _slow
     _slow.quiet()
     platforms.until(_slow.money_agrees, "Redis and Postgres to agree about money", 5)
