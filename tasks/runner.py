@@ -438,7 +438,8 @@ class Runner:
     async def _beats(self) -> None:
         while True:
             await asyncio.sleep(self.beat_ms / 1000)
-            await self._beat()
+            # Again at once while the store is away: after a short outage less than a beat may be left of the lease.
+            await self.insist(self._beat)
 
     async def _beat(self) -> None:
         """Renew the lease, and mend what differs between the queue's claims and ours."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -396,6 +397,18 @@ async def test_a_background_loop_that_breaks_is_started_again(bench: Bench) -> N
 
     assert [one["event"] for one in said if one["log_level"] == "error"] == ["loop_failed"]
     assert ending.outcome == "completed"
+
+
+@on_loop
+async def test_a_beat_that_failed_is_tried_again_before_the_next_is_due(bench: Bench) -> None:
+    """An outage just too short to be known for one leaves half a second of a lease of three: less than a beat."""
+    async with bench.make(beat_ms=1500):
+        bench.store.losing = {"beat": 3}
+        await bench.until(lambda: bench.store.lost)
+        first_s = time.monotonic()
+        await bench.until(lambda: len(bench.store.lost) == 3)
+
+    assert time.monotonic() - first_s < 1.5
 
 
 @on_loop
